@@ -1,0 +1,1 @@
+"""What both services need. Imports neither torch nor vLLM nor Megatron."""

@@ -1,0 +1,82 @@
+"""Every error a user or a peer can cause, each with its one gRPC status.
+
+A message is one line: which field, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+from grpc import StatusCode
+
+
+class RefitError(Exception):
+    """Base of all domain errors; `code` is what the peer sees."""
+
+    code = StatusCode.INTERNAL
+
+
+class InvalidField(RefitError, ValueError):
+    """A request or a configuration holds a value that can never be right."""
+
+    code = StatusCode.INVALID_ARGUMENT
+
+
+class ConfigError(InvalidField):
+    """A configuration cannot be used: unknown key, bad value, missing file."""
+
+
+class AdapterNotFound(RefitError, LookupError):
+    """No such adapter, or not that version of it, is served here."""
+
+    code = StatusCode.NOT_FOUND
+
+
+class ReplicaNotFound(RefitError, LookupError):
+    """No subscription with this replica id is open."""
+
+    code = StatusCode.NOT_FOUND
+
+
+class AlreadyExists(RefitError):
+    """The id is taken by something that is alive, or a version by other bytes."""
+
+    code = StatusCode.ALREADY_EXISTS
+
+
+class Incompatible(RefitError):
+    """Base model, rank, modules or dtype do not fit the other side."""
+
+    code = StatusCode.FAILED_PRECONDITION
+
+
+class NoRun(RefitError):
+    """The call needs a run in progress."""
+
+    code = StatusCode.FAILED_PRECONDITION
+
+
+class StagingFull(RefitError, OSError):
+    """The staging file system has no room for the update."""
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+
+
+class CorruptUpdate(RefitError):
+    """Bytes of an update are missing, misplaced or not what their checksum says."""
+
+    code = StatusCode.DATA_LOSS
+
+
+class WaitExpired(RefitError, TimeoutError):
+    """What was waited for did not come before the deadline."""
+
+    code = StatusCode.DEADLINE_EXCEEDED
+
+
+class Unavailable(RefitError):
+    """Starting, draining or dead; the same call may succeed later or elsewhere."""
+
+    code = StatusCode.UNAVAILABLE
+
+
+class WorkerLost(Unavailable):
+    """The Megatron ranks ended while a command was running or waiting."""
