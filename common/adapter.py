@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from common.errors import CorruptUpdate
+
 
 class Dtype(enum.Enum):
     """Element type of a tensor on the wire; the value is its name in a safetensors header."""
@@ -160,3 +162,20 @@ def seal(specs: Iterable[TensorSpec], buffer: memoryview) -> tuple[TensorSpec, .
         )
         sealed[spec.name] = replace(spec, sha256=digest)
     return tuple(sealed.values())
+
+
+def verify(specs: Iterable[TensorSpec], buffer: memoryview) -> None:
+    """Check every tensor's bytes against its digest.
+
+    Raises:
+        CorruptUpdate: a tensor differs; it is named.
+    """
+    for spec in specs:
+        if spec.alias_of:
+            continue
+        found = hashlib.sha256(buffer[spec.offset_bytes : spec.end_bytes]).digest()
+        if found != spec.sha256:
+            raise CorruptUpdate(
+                f"tensor {spec.name!r}: SHA-256 {found.hex()[:12]} instead of "
+                f"{spec.sha256.hex()[:12]}; the bytes changed on the way, send the update again"
+            )

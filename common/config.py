@@ -1,0 +1,117 @@
+"""Configuration: a TOML file, then the environment, then the command line; later ones win."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+
+from common.errors import ConfigError
+
+ENV_PREFIX = "REFIT_"
+
+
+class Config(pydantic.BaseModel):
+    """Base of every configuration model: frozen, and an unknown key is an error."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def load_config(
+    model: type[ConfigT], path: Path | None, overrides: Mapping[str, str] | None = None
+) -> ConfigT:
+    """Read a configuration.
+
+    Args:
+        model: the service's configuration model.
+        path: a TOML file, or None for defaults.
+        overrides: dotted keys to values in TOML syntax, e.g. {"train.lr": "1e-4"}.
+
+    The environment says `train.lr` as REFIT_TRAIN__LR.
+
+    Raises:
+        ConfigError: naming each key, what was found, and for an unknown key the nearest one.
+    """
+    values = _read_toml(path) if path else {}
+    for key, text in (_from_environment(model) | dict(overrides or {})).items():
+        _put(values, key, _parse(text))
+    return validate_config(model, values, source=str(path) if path else "configuration")
+
+
+def validate_config(model: type[ConfigT], values: Mapping[str, Any], *, source: str) -> ConfigT:
+    """Validate plain values against a model, errors as one line a key."""
+    try:
+        return model.model_validate(values)
+    except pydantic.ValidationError as error:
+        lines = [f"{source}: {_explain(model, item)}" for item in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"--config: {path} does not exist") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def _from_environment(model: type[Config]) -> dict[str, str]:
+    """Variables whose first part is a key of this model; the others are another service's."""
+    found = {
+        name.removeprefix(ENV_PREFIX).lower().replace("__", "."): value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIX)
+    }
+    return {key: value for key, value in found.items() if key.split(".")[0] in model.model_fields}
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values[last] = value
+
+
+def _parse(text: str) -> Any:
+    """A value in TOML syntax; text that is none stands for itself, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(model: type[pydantic.BaseModel], error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(model, error['loc'])}"
+    if error["type"] == "missing":
+        return f"{key}: missing; it has no default"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key}: found {error['input']!r}; {message[0].lower()}{message[1:]}"
+
+
+def _nearest(model: type[pydantic.BaseModel], location: tuple[Any, ...]) -> str:
+    fields: Mapping[str, Any] = model.model_fields
+    for part in location[:-1]:
+        inner = fields[part].annotation if part in fields else None
+        if not (isinstance(inner, type) and issubclass(inner, pydantic.BaseModel)):
+            return ""
+        fields = inner.model_fields
+    return suggestion(str(location[-1]), fields)
+
+
+def suggestion(found: str, known: Any) -> str:
+    """ "; did you mean …" with the nearest known name, else the list of them."""
+    near = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
