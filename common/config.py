@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,3 +116,20 @@ def suggestion(found: str, known: Any) -> str:
     """ "; did you mean …" with the nearest known name, else the list of them."""
     near = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def dump_toml(config: Config) -> str:
+    """A configuration, defaults included, as TOML that `load_config` reads back."""
+    return "".join(_toml_table(config.model_dump(mode="json", exclude_none=True), ""))
+
+
+def _toml_table(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    for key, value in values.items():
+        if key not in tables:
+            # JSON's scalars and arrays are TOML's as well.
+            yield f"{key} = {json.dumps(value)}\n"
+    for key, table in tables.items():
+        name = f"{prefix}{key}"
+        yield f"\n[{name}]\n"
+        yield from _toml_table(table, f"{name}.")

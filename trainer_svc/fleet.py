@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import grpc
 from refit.v1 import adapter_pb2, rollout_pb2_grpc
 
-from common.adapter import AdapterRef, Dtype
+from common.adapter import AdapterRef, Manifest
 from common.errors import (
     AlreadyExists,
     CorruptUpdate,
     Incompatible,
     InvalidField,
     ReplicaNotFound,
+    Unavailable,
     WaitExpired,
 )
 from common.grpc_server import connect
@@ -28,16 +29,6 @@ from common.wire import dtype_from_proto, ref_from_proto
 log = logging.getLogger(__name__)
 
 _CLOSE_GRACE_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What a replica must be able to load to serve this run."""
-
-    base: BaseModel
-    rank: int
-    target_modules: tuple[str, ...]
-    dtypes: frozenset[Dtype]
 
 
 @dataclass(slots=True)
@@ -51,6 +42,7 @@ class Replica:
     committed: dict[tuple[str, int], AdapterRef] = field(default_factory=dict)
     timings: adapter_pb2.UpdateTimings = field(default_factory=adapter_pb2.UpdateTimings)
     outstanding: int = 0
+    refused: tuple[str, int] | None = None
     refusal: str = ""
 
     def serves(self, adapter: str, version: int) -> bool:
@@ -60,9 +52,10 @@ class Replica:
 class Fleet:
     """Registration by subscription; dispatch to the least busy replica that has the version."""
 
-    def __init__(self, requirements: Requirements, *, current: Callable[[], list[AdapterRef]]):
-        self._requirements = requirements
-        self._current = current
+    def __init__(self, base: BaseModel, *, published: Callable[[], list[AdapterRef]]) -> None:
+        self._base = base
+        self._published = published
+        self._needed: Manifest | None = None
         self._replicas: dict[str, Replica] = {}
         self._changed = Signal()
         self._closing: set[asyncio.Task[None]] = set()
@@ -70,6 +63,10 @@ class Fleet:
     @property
     def replicas(self) -> list[Replica]:
         return list(self._replicas.values())
+
+    def require(self, manifest: Manifest) -> None:
+        """From now on, replicas that cannot load an adapter like this one are refused."""
+        self._needed = manifest
 
     @contextlib.contextmanager
     def joined(self, request: adapter_pb2.AdapterUpdateRequest) -> Iterator[Replica]:
@@ -88,7 +85,7 @@ class Fleet:
             rollout_pb2_grpc.RolloutServiceStub(channel),
         )
         for ref in map(ref_from_proto, request.held):
-            if ref in self._current():
+            if ref in self._published():
                 replica.committed[ref.adapter, ref.version] = ref
         self._replicas[replica.id] = replica
         log.info("replica %s joined from %s", replica.id, replica.address)
@@ -117,27 +114,31 @@ class Fleet:
             raise AlreadyExists(
                 f"replica_id: {request.replica_id!r} has a live subscription; use a new id"
             )
-        if reasons := list(self._mismatches(request)):
+        if self._needed is None:
+            raise Unavailable("the run is starting and has no adapter yet; subscribe again")
+        if reasons := list(self._mismatches(request, self._needed)):
             raise Incompatible("; ".join(reasons))
 
-    def _mismatches(self, request: adapter_pb2.AdapterUpdateRequest) -> Iterator[str]:
-        need, can = self._requirements, request.capabilities
-        if request.base_model.fingerprint != need.base.fingerprint:
+    def _mismatches(
+        self, request: adapter_pb2.AdapterUpdateRequest, needed: Manifest
+    ) -> Iterator[str]:
+        base, can = request.base_model, request.capabilities
+        if base.fingerprint != self._base.fingerprint:
             yield (
-                f"base_model: the replica has {request.base_model.name!r} "
-                f"({request.base_model.fingerprint[:12]}), the run trains {need.base.name!r} "
-                f"({need.base.fingerprint[:12]}); load the same model on both"
+                f"base_model: the replica has {base.name!r} (fingerprint {base.fingerprint!r}), "
+                f"the run trains {self._base.name!r} (fingerprint {self._base.fingerprint!r}); "
+                "load the same model on both"
             )
-        if can.max_rank < need.rank:
+        if can.max_rank < needed.lora.rank:
             yield (
                 f"capabilities.max_rank: {can.max_rank} on the replica, the run's adapters have "
-                f"rank {need.rank}; raise max_lora_rank there"
+                f"rank {needed.lora.rank}; raise max_lora_rank there"
             )
-        if missing := sorted(set(need.target_modules) - set(can.target_modules)):
+        if missing := sorted(set(needed.lora.target_modules) - set(can.target_modules)):
             yield f"capabilities.target_modules: the replica cannot adapt {', '.join(missing)}"
-        can_load = {dtype_from_proto(d, field="capabilities.dtypes") for d in can.dtypes}
-        if missing_dtypes := sorted(d.value for d in need.dtypes - can_load):
-            yield f"capabilities.dtypes: the replica does not take {', '.join(missing_dtypes)}"
+        taken = {dtype_from_proto(d, field="capabilities.dtypes") for d in can.dtypes}
+        if unknown := sorted({t.dtype.value for t in needed.tensors if t.dtype not in taken}):
+            yield f"capabilities.dtypes: the replica does not take {', '.join(unknown)}"
 
     def report(self, request: adapter_pb2.ReportAdapterRequest) -> None:
         """Take a replica's word on an update.
@@ -151,7 +152,7 @@ class Fleet:
             raise ReplicaNotFound(f"replica_id: {request.replica_id!r} is not subscribed; do so")
         ref = ref_from_proto(request.ref)
         if request.outcome == adapter_pb2.OUTCOME_REFUSED:
-            replica.refusal = request.reason
+            replica.refused, replica.refusal = (ref.adapter, ref.version), request.reason
             log.error("replica %s refused %s: %s", replica.id, ref, request.reason)
         elif request.outcome == adapter_pb2.OUTCOME_COMMITTED:
             self._committed(replica, ref, request.timings)
@@ -162,12 +163,13 @@ class Fleet:
     def _committed(
         self, replica: Replica, ref: AdapterRef, timings: adapter_pb2.UpdateTimings
     ) -> None:
-        published = {(kept.adapter, kept.version): kept for kept in self._current()}
+        published = {(kept.adapter, kept.version): kept for kept in self._published()}
         expected = published.get((ref.adapter, ref.version))
         if expected is not None and expected != ref:
+            replica.refused = ref.adapter, ref.version
             replica.refusal = f"committed {ref}, published was {expected}"
             raise CorruptUpdate(replica.refusal)
-        replica.refusal = ""
+        replica.refused, replica.refusal = None, ""
         replica.timings = timings
         kept = {key: held for key, held in replica.committed.items() if key in published}
         replica.committed = {**kept, (ref.adapter, ref.version): ref}
@@ -185,8 +187,8 @@ class Fleet:
 
         def settled() -> bool:
             ready = [r for r in self.replicas if r.serves(adapter, version)]
-            waiting = [r for r in self.replicas if r not in ready and not r.refusal]
-            return len(ready) >= replicas and not waiting
+            refused = [r for r in self.replicas if r.refused == (adapter, version)]
+            return len(ready) >= replicas and len(ready) + len(refused) == len(self.replicas)
 
         await self._changed.wait_until(settled, timeout_seconds=timeout_seconds)
         ready = self._ready(adapter, version)
@@ -205,16 +207,20 @@ class Fleet:
             f"{'; '.join(states) or 'none is subscribed, start `refit rollout`'}"
         )
 
+    async def wait_for_any(
+        self, adapter: str, version: int, *, avoid: frozenset[str], timeout_seconds: float
+    ) -> bool:
+        """Whether, in time, a replica outside `avoid` serves the version."""
+        return await self._changed.wait_until(
+            lambda: any(r.id not in avoid for r in self._ready(adapter, version)),
+            timeout_seconds=timeout_seconds,
+        )
+
     @contextlib.contextmanager
-    def leased(
-        self, adapter: str, version: int, *, avoid: frozenset[str]
-    ) -> Iterator[Replica | None]:
+    def leased(self, adapter: str, version: int, *, avoid: frozenset[str]) -> Iterator[Replica]:
         """The least busy replica that serves the version, counted as busier while in use."""
         ready = [r for r in self._ready(adapter, version) if r.id not in avoid]
-        replica = min(ready, key=lambda r: r.outstanding, default=None)
-        if replica is None:
-            yield None
-            return
+        replica = min(ready, key=lambda r: r.outstanding)
         replica.outstanding += 1
         try:
             yield replica

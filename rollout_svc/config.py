@@ -1,0 +1,65 @@
+"""Configuration of a rollout replica. Importing it loads neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from common.config import Config
+
+
+class RolloutConfig(Config):
+    """One replica: which model, where it serves, which trainer it follows."""
+
+    model: Path
+    """Hugging Face directory of the base model: config.json and *.safetensors."""
+
+    host: str = "127.0.0.1"
+    """Interface the gRPC server binds; 0.0.0.0 for every one."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """gRPC port; 0 lets the system choose. The bound one is printed at start."""
+
+    advertised_address: str = ""
+    """host:port at which the trainer reaches this replica; empty: `host` and the bound port."""
+
+    trainer_address: str = ""
+    """host:port of the trainer to follow; empty serves the base model alone."""
+
+    staging_dir: Path = Path("/dev/shm/refit")
+    """Memory-backed directory for received adapters; each replica makes its own folder in it."""
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; unset: none is served."""
+
+    grace_seconds: float = Field(default=20.0, ge=0)
+    """How long running generations may go on after SIGTERM."""
+
+    max_loras: int = Field(default=4, ge=2)
+    """LoRA slots. One is kept free for the next version, so this many minus one stay loaded."""
+
+    max_lora_rank: int = 64
+    """Largest LoRA rank; vLLM takes 1, 8, 16, 32, 64, 128, 256, 320 and 512."""
+
+    keep_versions: int = Field(default=2, ge=1)
+    """Newest versions of an adapter that requests may ask for; running ones keep theirs anyway."""
+
+    slot_wait_seconds: float = Field(default=120.0, gt=0)
+    """How long an update waits for running requests to free a slot before it is refused."""
+
+    max_update_bytes: int = Field(default=4 << 30, gt=0)
+    """Largest adapter that is accepted, in bytes."""
+
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Passed on to vLLM's AsyncEngineArgs, by its own names, e.g. {"max_model_len": 2048}."""
+
+    @model_validator(mode="after")
+    def _one_slot_stays_free(self) -> RolloutConfig:
+        if self.keep_versions >= self.max_loras:
+            raise ValueError(
+                f"keep_versions: {self.keep_versions} with max_loras {self.max_loras}; "
+                "one slot must stay free for the next version, so keep fewer or add slots"
+            )
+        return self

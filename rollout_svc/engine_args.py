@@ -1,0 +1,53 @@
+"""From the replica's configuration to vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from common.config import suggestion
+from common.errors import ConfigError
+from rollout_svc.config import RolloutConfig
+
+
+def engine_config(config: RolloutConfig) -> VllmConfig:
+    """Raises `ConfigError`: vLLM knows no such engine argument, or refuses a value."""
+    owned = _owned(config)
+    _check_names(config.engine, owned)
+    try:
+        args = AsyncEngineArgs(**config.engine, **owned)
+        return args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"engine: {_one_line(error)}") from error
+
+
+def _owned(config: RolloutConfig) -> dict[str, Any]:
+    """Arguments that this service decides; giving them in `engine` is an error."""
+    return {
+        "model": str(config.model),
+        "enable_lora": True,
+        "max_loras": config.max_loras,
+        # More than there are slots would let vLLM swap adapters in the middle of requests.
+        "max_cpu_loras": config.max_loras,
+        "max_lora_rank": config.max_lora_rank,
+        # The distribution that is sampled from, not the raw model's.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rollout_svc.worker_extension.RefitWorkerExtension",
+    }
+
+
+def _check_names(given: dict[str, Any], owned: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in given:
+        if name in owned:
+            raise ConfigError(f"engine.{name}: set by the service itself; remove it")
+        if name not in known:
+            raise ConfigError(f"engine.{name}: vLLM has no such argument{suggestion(name, known)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,167 @@
+"""A replica around a running engine: its servers, its tasks and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import prometheus_client
+from refit.v1 import adapter_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grpc
+
+from common.errors import RefitError
+from common.grpc_server import GrpcServer, start_server
+from common.model_dir import BaseModel
+from common.wire import dtype_to_proto, ref_to_proto
+from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.config import RolloutConfig
+from rollout_svc.engine import Engine
+from rollout_svc.hold import GenerationHold
+from rollout_svc.metrics import Metrics
+from rollout_svc.receiver import Limits
+from rollout_svc.requests import RunningRequests
+from rollout_svc.service import RolloutServicer, VersionServicer
+from rollout_svc.subscriber import Subscriber
+from rollout_svc.updates import UpdateApplier
+from rollout_svc.warm_up import warm_up
+
+SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+VERSION_SERVICE = version_pb2.DESCRIPTOR.services_by_name["VersionService"].full_name
+_HEALTH_CHECK_SECONDS = 1.0
+
+
+class Replica:
+    """Everything of a replica but its engine, which must have been started before."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engine: Engine,
+        *,
+        base: BaseModel,
+        replica_id: str,
+        staging: Path,
+    ) -> None:
+        self._config, self._engine, self._base = config, engine, base
+        self._replica_id, self._staging = replica_id, staging
+        self._metrics = Metrics()
+        self._requests = RunningRequests()
+        self._hold = GenerationHold(engine)
+        self._registry = AdapterRegistry(
+            engine=engine,
+            slots=config.max_loras,
+            keep_versions=config.keep_versions,
+            slot_wait_seconds=config.slot_wait_seconds,
+        )
+
+    async def serve(self, stopped: asyncio.Event) -> None:
+        """Serve until `stopped`, then let running generations end within the grace.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+            EngineDead: the engine ended; everything else is stopped by then.
+        """
+        server = await start_server(
+            self._register,
+            host=self._config.host,
+            port=self._config.port,
+            services=[SERVICE, VERSION_SERVICE],
+        )
+        print(f"rollout listening on {server.address}", flush=True)
+        try:
+            await self._run_tasks(server, stopped)
+        except* RefitError as group:
+            raise _first(group) from None
+        finally:
+            await server.announce_shutdown()
+            self._hold.close()
+            await server.stop(0)
+
+    async def _run_tasks(self, server: GrpcServer, stopped: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            jobs = [self._registry.run(), self._watch_engine(), self._become_ready(server)]
+            if self._config.trainer_address:
+                jobs.append(self._follow_trainer(server))
+            tasks = [group.create_task(job) for job in jobs]
+            if self._config.metrics_port is not None:
+                self._serve_metrics(self._config.metrics_port)
+            await stopped.wait()
+            await server.announce_shutdown()
+            await self._requests.drain(self._config.grace_seconds)
+            for task in tasks:
+                task.cancel()
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
+            RolloutServicer(
+                engine=self._engine,
+                registry=self._registry,
+                requests=self._requests,
+                hold=self._hold,
+                metrics=self._metrics,
+            ),
+            server,
+        )
+        version_pb2_grpc.add_VersionServiceServicer_to_server(
+            VersionServicer(engine=self._engine, registry=self._registry, base=self._base), server
+        )
+
+    async def _become_ready(self, server: GrpcServer) -> None:
+        await warm_up(self._engine)
+        await server.set_serving(VERSION_SERVICE, True)
+        if self._config.trainer_address:
+            await self._registry.first_commit.wait()
+        await server.set_serving(SERVICE, True)
+
+    async def _watch_engine(self) -> None:
+        """Raises `EngineDead`. vLLM tells of it by a flag that a thread sets, so it is polled."""
+        while True:
+            await asyncio.sleep(_HEALTH_CHECK_SECONDS)
+            await self._engine.check_health()
+
+    async def _follow_trainer(self, server: GrpcServer) -> None:
+        subscriber = Subscriber(
+            self._config.trainer_address, subscription=lambda: self._subscription(server)
+        )
+        capabilities = self._engine.capabilities
+        limits = Limits(
+            base_fingerprint=self._base.fingerprint,
+            max_rank=capabilities.max_rank,
+            target_modules=frozenset(capabilities.target_modules),
+            dtypes=frozenset(capabilities.dtypes),
+            max_bytes=self._config.max_update_bytes,
+        )
+        await subscriber.run(
+            UpdateApplier(
+                registry=self._registry,
+                limits=limits,
+                staging=self._staging,
+                metrics=self._metrics,
+                report=subscriber.report,
+            )
+        )
+
+    def _subscription(self, server: GrpcServer) -> adapter_pb2.AdapterUpdateRequest:
+        capabilities = self._engine.capabilities
+        return adapter_pb2.AdapterUpdateRequest(
+            replica_id=self._replica_id,
+            advertised_address=self._config.advertised_address or server.address,
+            base_model=self._base.to_proto(),
+            capabilities=adapter_pb2.ReplicaCapabilities(
+                max_rank=capabilities.max_rank,
+                target_modules=capabilities.target_modules,
+                dtypes=[dtype_to_proto(dtype) for dtype in capabilities.dtypes],
+                max_loras=capabilities.max_loras,
+            ),
+            held=[ref_to_proto(ref) for ref in self._registry.listing()],
+        )
+
+    def _serve_metrics(self, port: int) -> None:
+        prometheus_client.start_http_server(
+            port, addr=self._config.host, registry=self._metrics.registry
+        )
+
+
+def _first(group: BaseExceptionGroup[RefitError]) -> RefitError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

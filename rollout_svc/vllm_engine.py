@@ -1,0 +1,211 @@
+"""vLLM's AsyncLLM behind the `Engine` seam."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import vllm
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from common.adapter import Dtype
+from common.errors import InvalidField, Unavailable
+from rollout_svc.config import RolloutConfig
+from rollout_svc.engine import (
+    BoundReport,
+    Capabilities,
+    EngineAdapter,
+    EngineDead,
+    FinishReason,
+    Generation,
+    Message,
+    TokenDelta,
+)
+from rollout_svc.engine_args import engine_config
+from rollout_svc.sampling import Sampling
+from rollout_svc.vllm_environment import set_cpu_defaults
+
+_RPC_SECONDS = 60.0
+_DEAD_MESSAGE = "the vLLM engine process ended; restart this replica"
+
+
+class VllmEngine:
+    """One engine with its worker processes.
+
+    engine = await VllmEngine.start(config)
+    await engine.load(EngineAdapter(1, "default@1", path))
+    """
+
+    def __init__(self, llm: AsyncLLM, capabilities: Capabilities) -> None:
+        self._llm = llm
+        self._capabilities = capabilities
+
+    @classmethod
+    async def start(cls, config: RolloutConfig) -> VllmEngine:
+        """Start the workers and load the model; takes seconds to minutes.
+
+        Raises:
+            ConfigError: vLLM knows no such engine argument, or refuses a value.
+        """
+        if current_platform.is_cpu():
+            set_cpu_defaults()
+        llm = AsyncLLM.from_vllm_config(engine_config(config), disable_log_stats=True)
+        try:
+            modules = (await _rpc(llm.collective_rpc("refit_target_modules")))[0]
+        except BaseException:
+            llm.shutdown()
+            raise
+        return cls(llm, _capabilities(config, llm, modules))
+
+    @property
+    def version(self) -> str:
+        return vllm.__version__
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self._tokenizer("text").encode(text))
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        tokenizer = self._tokenizer("chat")
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidField("chat: this model has no chat template; send text or token_ids")
+        turns = [{"role": turn.role, "content": turn.content} for turn in messages]
+        return list(
+            tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        )
+
+    def _tokenizer(self, field: str) -> Any:
+        if self._llm.tokenizer is None:
+            raise InvalidField(f"{field}: this replica runs without a tokenizer; send token_ids")
+        return self._llm.tokenizer
+
+    async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
+        answers = await _rpc(
+            self._llm.collective_rpc(
+                "refit_load", args=(adapter.id, adapter.name, str(adapter.path))
+            )
+        )
+        return [
+            BoundReport(
+                stage=answer["stage"],
+                bound_modules=answer["bound_modules"],
+                unbound=tuple(answer["unbound"]),
+                error=answer["error"],
+            )
+            for answer in answers
+        ]
+
+    async def unload(self, adapter_id: int) -> None:
+        await _rpc(self._llm.remove_lora(adapter_id))
+
+    async def pause(self) -> None:
+        await _rpc(self._llm.pause_generation(mode="keep", clear_cache=False))
+
+    async def resume(self) -> None:
+        await _rpc(self._llm.resume_generation())
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
+        params = _vllm_params(generation.sampling, detokenize=self._llm.tokenizer is not None)
+        stream = self._llm.generate(
+            tokens_input(list(generation.prompt_token_ids), cache_salt=generation.cache_salt),
+            params,
+            generation.request_id,
+            lora_request=_lora_request(generation.adapter),
+        )
+        async with _translated(), aclosing(stream):
+            async for output in stream:
+                for completion in output.outputs:
+                    yield _delta(completion)
+
+    async def check_health(self) -> None:
+        """Raises `EngineDead` once the engine process or a worker is gone."""
+        async with _translated():
+            await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        """End the engine's processes; blocks until they are gone."""
+        self._llm.shutdown()
+
+
+@asynccontextmanager
+async def _translated() -> AsyncIterator[None]:
+    """vLLM's errors as this service's."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDead(_DEAD_MESSAGE) from error
+    except VLLMClientError as error:
+        raise InvalidField(f"request: {error}") from error
+
+
+async def _rpc(call: Any) -> Any:
+    async with _translated():
+        try:
+            async with asyncio.timeout(_RPC_SECONDS):
+                return await call
+        except TimeoutError as error:
+            raise Unavailable(f"engine: no answer in {_RPC_SECONDS:.0f} s; retry later") from error
+
+
+def _capabilities(config: RolloutConfig, llm: AsyncLLM, modules: Sequence[str]) -> Capabilities:
+    return Capabilities(
+        max_rank=config.max_lora_rank,
+        target_modules=tuple(modules),
+        dtypes=tuple(Dtype),
+        max_loras=config.max_loras,
+        max_model_len=llm.model_config.max_model_len,
+        vocab_size=llm.model_config.get_vocab_size(),
+    )
+
+
+def _lora_request(adapter: EngineAdapter | None) -> LoRARequest | None:
+    if adapter is None:
+        return None
+    return LoRARequest(adapter.name, adapter.id, str(adapter.path))
+
+
+def _vllm_params(sampling: Sampling, *, detokenize: bool) -> SamplingParams:
+    if sampling.stop and not detokenize:
+        raise InvalidField("sampling.stop: this replica runs without a tokenizer; leave it out")
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p", "seed")
+        if (value := getattr(sampling, name)) is not None
+    }
+    return SamplingParams(
+        n=sampling.n,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        detokenize=detokenize,
+        output_kind=RequestOutputKind.DELTA,
+        **given,
+    )
+
+
+def _delta(completion: CompletionOutput) -> TokenDelta:
+    tokens = tuple(completion.token_ids)
+    rows: Any = completion.logprobs or []
+    return TokenDelta(
+        index=completion.index,
+        token_ids=tokens,
+        logprobs=tuple(row[token].logprob for token, row in zip(tokens, rows, strict=True)),
+        text=completion.text,
+        finish_reason=FinishReason(completion.finish_reason) if completion.finish_reason else None,
+    )

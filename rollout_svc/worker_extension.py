@@ -1,0 +1,117 @@
+"""Runs inside every vLLM worker: loads an adapter and says which of its tensors found a module.
+
+vLLM looks only at the last part of a tensor's name, and at no shape: an adapter for other layers,
+or for a wider model, loads in silence and answers as the base model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from vllm.distributed import get_pp_group
+from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+
+if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+
+
+class RefitWorkerExtension:
+    """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
+
+    model_runner: Any
+
+    def refit_target_modules(self) -> list[str]:
+        """Last parts of the names of projections that take an adapter, fused ones taken apart."""
+        manager = self._refit_manager()
+        names = set()
+        for path, module in manager.modules.items():
+            if isinstance(module, LogitsProcessorWithLoRA | VocabParallelEmbeddingWithLoRA):
+                continue
+            for part in manager.packed_modules.get(path, [path]):
+                names.add(part.rpartition(".")[2])
+        return sorted(names)
+
+    def refit_load(self, adapter_id: int, name: str, path: str) -> dict[str, Any]:
+        """Load, then check; answers a `BoundReport` as a dict."""
+        report = {"stage": get_pp_group().rank_in_group, "bound_modules": 0, "unbound": []}
+        try:
+            self.model_runner.add_lora(LoRARequest(name, adapter_id, path))
+        # A rank that raises leaves the other ranks' answers in the executor's queues, and every
+        # later call would read the answer to an earlier one; so an error is an answer too.
+        except Exception as error:  # noqa: BLE001
+            return {**report, "error": f"{type(error).__name__}: {error}"}
+        manager = self._refit_manager()
+        bound, unbound = _bind(manager, manager.get_adapter(adapter_id), Path(path))
+        return {**report, "bound_modules": len(bound), "unbound": unbound, "error": ""}
+
+    def _refit_manager(self) -> LoRAModelManager:
+        manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
+        return manager
+
+
+def _bind(
+    manager: LoRAModelManager, loaded: LoRAModel | None, path: Path
+) -> tuple[set[str], list[str]]:
+    """Names of modules that took their tensors, and of tensors that found none, with the reason."""
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    renames = mapper.get_rename_mapper() if mapper is not None else None
+    places = {
+        part: (whole, index)
+        for whole, parts in manager.packed_modules.items()
+        for index, part in enumerate(parts)
+    }
+    bound, unbound = set(), []
+    for name, shape in _tensor_shapes(path).items():
+        module_name, is_a = parse_fine_tuned_lora_name(name, renames)
+        whole, index = places.get(module_name, (module_name, 0))
+        reason = _mismatch(manager, loaded, whole, index, shape[1] if is_a else shape[0], is_a)
+        if reason:
+            unbound.append(f"{name} ({reason})")
+        else:
+            bound.add(module_name)
+    return bound, unbound
+
+
+def _mismatch(
+    manager: LoRAModelManager,
+    loaded: LoRAModel | None,
+    whole: str,
+    index: int,
+    width: int,
+    is_a: bool,
+) -> str:
+    module = manager.modules.get(whole)
+    if module is None:
+        return "the model has no such module"
+    weights = loaded.get_lora(whole) if loaded is not None else None
+    factors = weights.lora_a if weights is not None else None
+    if factors is None or (isinstance(factors, list) and factors[index] is None):
+        return "the engine left it out"
+    expected = _width(getattr(module, "base_layer", None), index, is_a)
+    if expected is not None and width != expected:
+        return f"{width} {'in' if is_a else 'out'}_features, the module has {expected}"
+    return ""
+
+
+def _width(base: object, index: int, is_a: bool) -> int | None:
+    """Unsharded input or output width of part `index` of a linear layer; None where unknown."""
+    if not isinstance(base, LinearBase):
+        return None
+    if is_a:
+        return int(base.input_size)
+    if isinstance(base, QKVParallelLinear):
+        heads = base.total_num_heads if index == 0 else base.total_num_kv_heads
+        return int(heads * (base.v_head_size if index == 2 else base.head_size))
+    sizes = getattr(base, "output_sizes", [base.output_size])
+    return int(sizes[index]) if index < len(sizes) else None
+
+
+def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

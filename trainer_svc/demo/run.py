@@ -1,0 +1,126 @@
+"""`refit demo`: both services as processes, a run that learns, and its records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from watchfiles import awatch
+
+from common.errors import Unavailable
+from common.tasks import cancel, stop_requested
+from trainer_svc.demo import plots, smollm2, tiny
+from trainer_svc.demo.process import Service
+from trainer_svc.demo.progress import Progress
+
+_LISTENING = r"(?:trainer|rollout) listening on (\S+)"
+_START_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a demo trains, and the services' settings, as `--set` takes them."""
+
+    model: Path
+    trainer: Mapping[str, str]
+    rollout: Mapping[str, str]
+
+
+def main(*, steps: int | None, fast: bool, out: Path | None) -> int:
+    """Run the demo to its end; an earlier demo's records in the same place are replaced."""
+    out = out or Path("runs/demo")
+    plan = _fast_plan() if fast else _plan()
+    if steps:
+        plan = Plan(plan.model, {**plan.trainer, "rl.steps": str(steps)}, plan.rollout)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    return asyncio.run(_run(plan, out))
+
+
+def _plan() -> Plan:
+    print("preparing SmolLM2-135M-Instruct", flush=True)
+    return Plan(
+        model=smollm2.prepare(Path("models/smollm2")),
+        trainer={
+            "rl.data": "trainer_svc.demo.task:prompts",
+            "rl.reward": "trainer_svc.demo.task:reward",
+            "rl.steps": "30",
+            "rl.prompts_per_step": "4",
+            "rl.group_size": "8",
+            "rl.max_tokens": "16",
+        },
+        rollout={"max_lora_rank": "16", "engine.max_model_len": "1024"},
+    )
+
+
+def _fast_plan() -> Plan:
+    return Plan(
+        model=tiny.prepare(Path("models/tiny")),
+        trainer={
+            "rl.data": "trainer_svc.demo.task:fast_prompts",
+            "rl.reward": "trainer_svc.demo.task:fast_reward",
+            "rl.steps": "15",
+            "rl.prompts_per_step": "8",
+            "rl.group_size": "8",
+            "rl.max_tokens": "12",
+            "train.lr": "3e-3",
+        },
+        rollout={"max_lora_rank": "16", "engine.max_model_len": "256"},
+    )
+
+
+async def _run(plan: Plan, out: Path) -> int:
+    stop = asyncio.ensure_future(stop_requested().wait())
+    settings = {"model": str(plan.model), "run_dir": str(out), "server.port": "0"}
+    trainer = Service(
+        "trainer", {**settings, **plan.trainer}, log=out / "trainer.log", announce=_LISTENING
+    )
+    async with trainer:
+        address = await trainer.announcement(timeout_seconds=_START_TIMEOUT_SECONDS)
+        settings = {"model": str(plan.model), "trainer_address": address}
+        rollout = Service(
+            "rollout", {**settings, **plan.rollout}, log=out / "rollout.log", announce=_LISTENING
+        )
+        async with rollout:
+            steps = int(plan.trainer["rl.steps"])
+            show = asyncio.ensure_future(_show_progress(out / "metrics.jsonl", steps=steps))
+            ends = [asyncio.ensure_future(service.wait()) for service in (trainer, rollout)]
+            try:
+                await asyncio.wait([stop, *ends, show], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel(stop, show, *ends)
+            if rollout.returncode is not None:
+                raise Unavailable(rollout.epitaph())
+            if trainer.returncode:
+                raise Unavailable(trainer.epitaph())
+    return _finish(out) if trainer.returncode == 0 else 130
+
+
+async def _show_progress(metrics: Path, *, steps: int) -> None:
+    """Follow the run's records, a row a step, until cancelled."""
+    with Progress(total_steps=steps) as progress:
+        progress.note("starting the trainer and a rollout, about a minute")
+        seen_bytes = 0
+        async for _ in awatch(metrics.parent):
+            if not metrics.exists():
+                continue
+            with metrics.open("rb") as file:
+                file.seek(seen_bytes)
+                for line in file:
+                    if line.endswith(b"\n"):
+                        seen_bytes += len(line)
+                        progress.show(json.loads(line))
+
+
+def _finish(out: Path) -> int:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    plots.reward_png(rows, out / "reward.png")
+    summary = json.loads((out / "summary.json").read_text())
+    for key, value in summary.items():
+        print(f"{key:20} {value}")
+    print(f"records in {out}")
+    return 0

@@ -1,0 +1,91 @@
+"""`refit trainer`: the service, the Megatron ranks and the loop, started and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from pathlib import Path
+
+import uvloop
+
+from common.config import dump_toml
+from common.errors import RefitError
+from common.model_dir import base_model
+from common.tasks import cancel, first_of, stop_requested
+from trainer_svc.config import TrainerConfig
+from trainer_svc.control import RunControl
+from trainer_svc.megatron.client import MegatronWorker
+from trainer_svc.node import serve_node
+from trainer_svc.rl.data import load_examples, load_function, skip
+from trainer_svc.rl.loop import GrpoLoop, Parts
+from trainer_svc.rl.prompts import PromptEncoder
+from trainer_svc.rl.records import Records
+from trainer_svc.run_dir import RunDir
+from trainer_svc.sources import MegatronSource
+
+log = logging.getLogger(__name__)
+
+SHM_DIR = Path("/dev/shm")
+"""Memory shared with the ranks: holds one adapter for the moment between export and mapping."""
+
+
+def main(config: TrainerConfig, *, resume: bool) -> None:
+    """Train until done or told to stop. Raises `RefitError` for whatever the user can mend."""
+    uvloop.run(_serve(config, resume=resume))
+
+
+async def _serve(config: TrainerConfig, *, resume: bool) -> None:
+    stop = stop_requested()
+    base = base_model(config.model)
+    reward = load_function(config.rl.reward, field="rl.reward")
+    examples = load_examples(config.rl.data, seed=config.rl.seed)
+    run_dir = RunDir.resume(config.run_dir) if resume else RunDir.create(config.run_dir)
+    (run_dir.path / "config.toml").write_text(dump_toml(config))
+    _, done = run_dir.last_checkpoint() or (None, 0)
+    control = RunControl(run_dir.run_id, steps_total=config.rl.steps)
+    async with (
+        serve_node(config.server, base=base, control=control, engine="megatron-core") as node,
+        MegatronWorker(
+            num_ranks=config.megatron.num_ranks, max_restarts=config.megatron.max_restarts
+        ) as worker,
+    ):
+        with contextlib.closing(Records(run_dir.path)) as records:
+            parts = Parts(
+                run_dir=run_dir,
+                node=node,
+                worker=worker,
+                source=MegatronSource(
+                    worker,
+                    base_fingerprint=base.fingerprint,
+                    shm_dir=SHM_DIR,
+                    deadline_seconds=config.megatron.command_timeout_seconds,
+                ),
+                examples=skip(examples, done * config.rl.prompts_per_step),
+                reward=reward,
+                encoder=await asyncio.to_thread(PromptEncoder, config.model),
+                records=records,
+            )
+            await _train(config, parts, stop=stop)
+            records.summarise()
+        if config.serve_after_run:
+            await stop.wait()
+
+
+async def _train(config: TrainerConfig, parts: Parts, *, stop: asyncio.Event) -> None:
+    """The run, until it is done or a signal comes; then its last adapter, where users look."""
+    control = parts.node.control
+    task = asyncio.ensure_future(GrpoLoop(config, parts).train())
+    try:
+        await first_of(stop, task)
+    except RefitError as error:
+        control.ended(error=error)
+        raise
+    finally:
+        await cancel(task)
+    control.ended(error=None)
+    if checkpoint := parts.run_dir.last_checkpoint():
+        adapter = parts.run_dir.path / "adapter"
+        shutil.rmtree(adapter, ignore_errors=True)
+        shutil.copytree(checkpoint[0] / "adapter", adapter)

@@ -1,0 +1,77 @@
+"""The trainer's gRPC face: publisher, fleet and servicers on one port, whatever trains behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import prometheus_client
+
+from common.grpc_server import GrpcServer, start_server
+from common.model_dir import BaseModel
+from trainer_svc.config import ServerSettings
+from trainer_svc.control import RunControl
+from trainer_svc.fleet import Fleet
+from trainer_svc.publisher import Publisher
+from trainer_svc.service import (
+    SERVICES,
+    AdapterServicer,
+    TrainerServicer,
+    VersionServicer,
+    register,
+)
+
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a run, or a publisher without one, needs of the service."""
+
+    base: BaseModel
+    control: RunControl
+    publisher: Publisher
+    fleet: Fleet
+    server: GrpcServer
+
+    async def ready(self) -> None:
+        """Health says SERVING: there is a version to subscribe to."""
+        for service in SERVICES:
+            await self.server.set_serving(service, True)
+
+
+@contextlib.asynccontextmanager
+async def serve_node(
+    settings: ServerSettings, *, base: BaseModel, control: RunControl, engine: str
+) -> AsyncIterator[Node]:
+    """Listen while the block runs; afterwards end the subscriptions, then the server.
+
+    Raises:
+        ConfigError: the port cannot be bound.
+    """
+    publisher = Publisher(
+        control.run_id, keep=settings.keep_versions, heartbeat_seconds=settings.heartbeat_seconds
+    )
+    fleet = Fleet(base, published=publisher.refs)
+    server = await start_server(
+        lambda grpc_server: register(
+            grpc_server,
+            adapters=AdapterServicer(publisher, fleet),
+            trainer=TrainerServicer(control, fleet),
+            version=VersionServicer(base, publisher, engine=engine),
+        ),
+        host=settings.host,
+        port=settings.port,
+        services=SERVICES,
+    )
+    if settings.metrics_port is not None:
+        prometheus_client.start_http_server(settings.metrics_port)
+    print(f"trainer listening on {server.address}", flush=True)
+    try:
+        yield Node(base, control, publisher, fleet, server)
+    finally:
+        await server.announce_shutdown()
+        publisher.close()
+        await server.stop(_GRACE_SECONDS)
+        await fleet.close()

@@ -1,0 +1,131 @@
+"""Completions from the fleet: one prompt to one replica, elsewhere if that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+from refit.v1 import rollout_pb2
+
+from common.errors import CorruptUpdate, Unavailable, WaitExpired
+from common.wire import ref_from_proto
+from trainer_svc.fleet import Fleet, Replica
+
+log = logging.getLogger(__name__)
+
+_RETRYABLE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+"""The replica is gone, going, full or behind: another one can answer. Any other status is the
+request's own fault and would be the same everywhere."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled answer: token ids, and each one's log-probability when it was sampled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    version: int = 0
+    finish_reason: rollout_pb2.FinishReason = rollout_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class Sampler:
+    """Samples groups of completions of the policy's newest version."""
+
+    def __init__(
+        self, fleet: Fleet, *, adapter: str, params: rollout_pb2.SamplingParams, group_size: int
+    ) -> None:
+        self._fleet = fleet
+        self._adapter = adapter
+        self._params = params
+        self._group_size = group_size
+
+    async def group(
+        self, prompt_ids: Sequence[int], *, version: int, timeout_seconds: float
+    ) -> list[Completion]:
+        """A whole group, from one replica, at `version` or newer.
+
+        A replica that fails is avoided for this group and nothing of its answer is kept, so that
+        every sample counts once.
+
+        Raises:
+            WaitExpired: no replica answered in time.
+            grpc.aio.AioRpcError: the request itself was refused.
+        """
+        avoid: frozenset[str] = frozenset()
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            if not await self._fleet.wait_for_any(
+                self._adapter, version, avoid=avoid, timeout_seconds=left
+            ):
+                break
+            with self._fleet.leased(self._adapter, version, avoid=avoid) as replica:
+                try:
+                    return await self._generate(replica, prompt_ids, version, timeout_seconds=left)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in _RETRYABLE:
+                        raise
+                    log.warning("replica %s failed a group: %s", replica.id, error.details())
+                except Unavailable as error:
+                    log.warning("replica %s: %s", replica.id, error)
+                avoid |= {replica.id}
+        raise WaitExpired(
+            f"generate: no replica that serves {self._adapter}@{version} answered within "
+            f"{timeout_seconds:g} s; tried {sorted(avoid) or 'none'}"
+        )
+
+    async def _generate(
+        self,
+        replica: Replica,
+        prompt_ids: Sequence[int],
+        version: int,
+        *,
+        timeout_seconds: float,
+    ) -> list[Completion]:
+        request = rollout_pb2.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            token_ids=rollout_pb2.TokenIds(ids=prompt_ids),
+            n=self._group_size,
+            sampling=self._params,
+            adapter=rollout_pb2.AdapterSelector(
+                adapter=self._adapter, rule=rollout_pb2.VERSION_RULE_AT_LEAST, version=version
+            ),
+        )
+        completions = [Completion() for _ in range(self._group_size)]
+        call = replica.stub.Generate(request, timeout=timeout_seconds)
+        with contextlib.ExitStack() as stack:
+            stack.callback(call.cancel)
+            async for part in call:
+                self._check_weights(replica, part)
+                _append(completions[part.index], part)
+        if any(c.finish_reason not in _WHOLE for c in completions):
+            raise Unavailable("the answer ended before all of its completions did")
+        return completions
+
+    def _check_weights(self, replica: Replica, part: rollout_pb2.GenerateResponse) -> None:
+        """The tokens were made by the very bytes that were published, or the sample is void."""
+        ref = ref_from_proto(part.adapter)
+        committed = replica.committed.get((ref.adapter, ref.version))
+        if committed is not None and committed != ref:
+            raise CorruptUpdate(f"replica {replica.id} answered with {ref}, not {committed}")
+
+
+_WHOLE = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH)
+
+
+def _append(completion: Completion, part: rollout_pb2.GenerateResponse) -> None:
+    completion.token_ids.extend(part.token_ids)
+    completion.logprobs.extend(part.logprobs)
+    completion.text += part.text
+    completion.version = part.adapter.version
+    completion.finish_reason = part.finish_reason

@@ -1,0 +1,67 @@
+"""Where adapters come from: the seam between whatever trains and the publisher."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from common.peft_dir import PeftAdapter, read_peft_dir
+from trainer_svc.megatron.client import MegatronWorker
+
+
+class AdapterSource(Protocol):
+    """Anything that can give an adapter's content as it is now."""
+
+    async def read(self) -> PeftAdapter:
+        """The manifest and the flat buffer, which nothing writes to afterwards."""
+
+
+class PeftDirSource:
+    """A PEFT directory on disk."""
+
+    def __init__(self, path: Path, *, base_fingerprint: str) -> None:
+        self._path = path
+        self._base_fingerprint = base_fingerprint
+
+    async def read(self) -> PeftAdapter:
+        return await asyncio.to_thread(
+            read_peft_dir, self._path, base_fingerprint=self._base_fingerprint
+        )
+
+
+class MegatronSource:
+    """The policy under training, through shared memory."""
+
+    def __init__(
+        self,
+        worker: MegatronWorker,
+        *,
+        base_fingerprint: str,
+        shm_dir: Path,
+        deadline_seconds: float,
+    ) -> None:
+        self._worker = worker
+        self._deadline_seconds = deadline_seconds
+        self._base_fingerprint = base_fingerprint
+        self._shm_dir = shm_dir
+
+    async def read(self) -> PeftAdapter:
+        """The ranks write the flat buffer; here its pages are mapped, never copied.
+
+        The name goes at once, so that the memory is the mapping's and is freed with it.
+        """
+        path = self._shm_dir / f"refit-{uuid.uuid4().hex}"
+        try:
+            manifest = await self._worker.export(
+                path,
+                base_fingerprint=self._base_fingerprint,
+                deadline_seconds=self._deadline_seconds,
+            )
+            with path.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        finally:
+            path.unlink(missing_ok=True)
+        return PeftAdapter(manifest, memoryview(pages))
