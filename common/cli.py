@@ -14,6 +14,7 @@ from common.errors import RefitError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; an error that the user can mend is one line and exit status 1."""
     args = _parser().parse_args(argv)
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

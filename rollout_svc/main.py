@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
-import signal
-import sys
 import uuid
 
 import uvloop
 
-from common.errors import RefitError
 from common.model_dir import base_model
+from common.tasks import stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.replica import Replica
 from rollout_svc.vllm_environment import set_engine_defaults
 
 
 def main(config: RolloutConfig) -> int:
-    """Exit status: 0 after SIGTERM or SIGINT, 1 after an error that is said in one line."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    try:
-        uvloop.run(serve(config))
-    except RefitError as error:
-        print(f"rollout failed: {error}", file=sys.stderr, flush=True)
-        return 1
+    """Serve until SIGTERM or SIGINT; 0 then. Raises what `serve` does."""
+    uvloop.run(serve(config))
     return 0
 
 
@@ -48,16 +40,8 @@ async def serve(config: RolloutConfig) -> None:
         # Before the server, because gRPC must not be running when a process is started.
         engine = await VllmEngine.start(config)
         replica = Replica(config, engine, base=base, replica_id=replica_id, staging=staging)
-        await replica.serve(_stop_signal())
+        await replica.serve(stop_requested())
     finally:
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _stop_signal() -> asyncio.Event:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    return stopped

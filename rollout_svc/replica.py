@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import grpc
-import prometheus_client
 from refit.v1 import adapter_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grpc
 
 from common.errors import RefitError
@@ -69,7 +69,8 @@ class Replica:
         )
         print(f"rollout listening on {server.address}", flush=True)
         try:
-            await self._run_tasks(server, stopped)
+            with self._metrics_endpoint():
+                await self._run_tasks(server, stopped)
         except* RefitError as group:
             raise _first(group) from None
         finally:
@@ -83,13 +84,16 @@ class Replica:
             if self._config.trainer_address:
                 jobs.append(self._follow_trainer(server))
             tasks = [group.create_task(job) for job in jobs]
-            if self._config.metrics_port is not None:
-                self._serve_metrics(self._config.metrics_port)
             await stopped.wait()
             await server.announce_shutdown()
             await self._requests.drain(self._config.grace_seconds)
             for task in tasks:
                 task.cancel()
+
+    def _metrics_endpoint(self) -> AbstractContextManager[object]:
+        if self._config.metrics_port is None:
+            return nullcontext()
+        return self._metrics.served(host=self._config.host, port=self._config.metrics_port)
 
     def _register(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
@@ -154,11 +158,6 @@ class Replica:
                 max_loras=capabilities.max_loras,
             ),
             held=[ref_to_proto(ref) for ref in self._registry.listing()],
-        )
-
-    def _serve_metrics(self, port: int) -> None:
-        prometheus_client.start_http_server(
-            port, addr=self._config.host, registry=self._metrics.registry
         )
 
 

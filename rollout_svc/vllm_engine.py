@@ -138,6 +138,8 @@ class VllmEngine:
     def shutdown(self) -> None:
         """End the engine's processes; blocks until they are gone."""
         self._llm.shutdown()
+        # Its finalizer would otherwise run with the interpreter half gone, and fail aloud.
+        del self._llm
 
 
 @asynccontextmanager

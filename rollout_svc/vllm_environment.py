@@ -16,6 +16,9 @@ _CPU_ONLY = {
     # vLLM's own choice pins to a core and leaves one idle; on a shared small machine the kernel
     # places the threads better.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # With LoRA vLLM compiles no model on a CPU, only sampling helpers: half a minute of C++ at the
+    # first requests, for nothing that shows.
+    "TORCH_COMPILE_DISABLE": "1",
     # Idle OpenMP threads sleep at once instead of spinning beside whatever else runs here.
     "OMP_WAIT_POLICY": "PASSIVE",
 }

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
 from peft import PeftModel
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.adapter import (
     AdapterRef,
@@ -31,7 +33,7 @@ from common.model_dir import base_model
 from common.peft_dir import write_peft_dir
 from rollout_svc.adapters import AdapterRegistry, LiveAdapter
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engine import FinishReason, Generation, TokenDelta
+from rollout_svc.engine import FinishReason, Generation, Message, TokenDelta
 from rollout_svc.sampling import Sampling
 from rollout_svc.selector import Rule, Selector
 from rollout_svc.vllm_engine import VllmEngine
@@ -76,7 +78,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path = tmp_path_factory.mktemp("model") / "tiny"
     LlamaForCausalLM(config).save_pretrained(path)
+    byte_level_tokenizer().save_pretrained(path)
     return path
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and a chat template that writes each turn as role:content;"""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}:{{ turn.content }};{% endfor %}assistant:"
+    )
+    return fast
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +104,6 @@ def config(model_dir: Path) -> RolloutConfig:
         max_lora_rank=RANK,
         engine={
             "dtype": "float32",
-            "skip_tokenizer_init": True,
             "max_model_len": 1024,
             "max_num_seqs": 8,
             "block_size": 32,
@@ -129,12 +145,12 @@ class AdapterMaker:
         b_factor: float = 1.0,
         dtype: Dtype = Dtype.FLOAT32,
         layers: tuple[int, ...] = (0, 1),
-        in_features_factor: int = 1,
+        narrower: int = 1,
     ) -> tuple[AdapterRef, Path]:
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for layer, (name, (width_in, width_out)) in itertools.product(layers, WIDTHS.items()):
-            shapes = ((RANK, width_in * in_features_factor), (width_out, RANK))
+            shapes = ((RANK, width_in // narrower), (width_out, RANK))
             for layout, shape in zip(Layout, shapes, strict=True):
                 # Multiples of 1/64 within (-1/4, 1/4): exact in every dtype.
                 values = torch.randint(-15, 16, shape, generator=generator) / 64
@@ -211,9 +227,9 @@ def expected_logprobs(
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """Log-softmax of logits / temperature at the answer's tokens, by Hugging Face and PEFT."""
-    model = PeftModel.from_pretrained(reference, path) if path else reference
+    model: Any = PeftModel.from_pretrained(reference, path) if path else reference
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0]
+        logits: torch.Tensor = model(torch.tensor([prompt + answer])).logits[0]
     if path:
         model.unload()
     rows = logits[len(prompt) - 1 : -1].div(temperature).log_softmax(-1)
@@ -301,8 +317,8 @@ async def test_a_prompt_of_several_blocks_is_not_read_from_another_versions_cach
     ("wrong", "reason"),
     [
         ({"layers": (7,)}, "the model has no such module"),
-        ({"in_features_factor": 2}, ""),
-        ({"alpha": 16.0, "layers": (1, 2)}, "the model has no such module"),
+        ({"layers": (1, 2)}, "14 tensors found no module: .*layers.2"),
+        ({"narrower": 2}, "64 in_features, the module has 128"),
     ],
 )
 async def test_an_adapter_that_binds_to_nothing_is_refused_by_name(
@@ -320,7 +336,7 @@ async def test_an_adapter_that_binds_to_nothing_is_refused_by_name(
         await registry.commit(bad, bad_path)
     assert registry.listing() == [ref]
     assert not bad_path.exists()
-    assert await engine._llm.list_loras() == [live.loaded.id for live in registry._live]
+    assert list(await engine._llm.list_loras()) == [live.loaded.id for live in registry._live]
 
 
 async def test_served_logprobs_are_of_the_distribution_sampled_from(
@@ -344,8 +360,8 @@ async def test_the_served_change_is_linear_in_alpha(
 ) -> None:
     """Fault 14: twice alpha is what twice B is, exactly, and not what alpha is."""
     answers = []
-    for arguments in ({"alpha": 32.0}, {"b_factor": 2.0}, {}):
-        ref, path = adapters.make(seed=5, **arguments)
+    for alpha, b_factor in ((32.0, 1.0), (16.0, 2.0), (16.0, 1.0)):
+        ref, path = adapters.make(seed=5, alpha=alpha, b_factor=b_factor)
         await registry.commit(ref, path)
         exact = Selector(Rule.EXACT, "default", ref.version)
         async with registry.admit(exact, wait_seconds=1) as live:
@@ -419,6 +435,21 @@ async def test_several_completions_each_end_once(engine: VllmEngine) -> None:
     assert len({tokens(part) for part in by_index}) == 3
     for part in by_index:
         assert [delta.finish_reason for delta in part].count(FinishReason.LENGTH) == 1
+
+
+async def test_text_and_chat_are_tokenized_as_the_model_wants_them(engine: VllmEngine) -> None:
+    tokenizer = byte_level_tokenizer()
+    assert tokenizer.decode(engine.encode_text("hi")) == "hi"
+    chat = engine.encode_chat([Message("user", "hi"), Message("assistant", "yo")])
+    assert tokenizer.decode(chat) == "user:hi;assistant:yo;assistant:"
+
+
+async def test_a_stop_token_ends_a_completion(engine: VllmEngine) -> None:
+    answer = tokens(await sample(engine, None))
+    sampling = replace(GREEDY, stop_token_ids=(answer[5],))
+    stopped = await sample(engine, None, sampling=sampling)
+    assert tokens(stopped) == answer[: answer.index(answer[5]) + 1]
+    assert stopped[-1].finish_reason is FinishReason.STOP
 
 
 async def test_a_pause_freezes_generation_and_changes_nothing(engine: VllmEngine) -> None:

@@ -29,10 +29,11 @@ def reward_png(rows: Sequence[Row], path: Path) -> Path:
     _draw(mismatch, rows, "mismatch", title="Mismatch of log-probabilities")
     _draw(staleness, rows, "staleness_mean", title="Staleness in versions", label="mean")
     _draw(staleness, rows, "staleness_max", label="highest", color=_ORANGE)
-    staleness.legend(frameon=False)
+    _legend(staleness)
     _draw(update, rows, "update_seconds", title="Update time in ms", factor=1000.0)
     for axes in (staleness, update):
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
     for axes in (mismatch, staleness, update):
         axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=120, format="png")
@@ -52,7 +53,7 @@ def _draw_reward(axes: Axes, rows: Sequence[Row]) -> None:
         linewidth=0,
         label="± one standard deviation",
     )
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _draw(
@@ -71,6 +72,11 @@ def _draw(
         axes.set_title(title, loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the title, where it hides no line."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
 
 
 def _values(rows: Sequence[Row], key: str) -> list[float]:

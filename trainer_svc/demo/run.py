@@ -61,15 +61,20 @@ def _fast_plan() -> Plan:
     return Plan(
         model=tiny.prepare(Path("models/tiny")),
         trainer={
-            "rl.data": "trainer_svc.demo.task:fast_prompts",
-            "rl.reward": "trainer_svc.demo.task:fast_reward",
+            "rl.data": "trainer_svc.demo.fast_task:prompts",
+            "rl.reward": "trainer_svc.demo.fast_task:reward",
             "rl.steps": "15",
             "rl.prompts_per_step": "8",
             "rl.group_size": "8",
             "rl.max_tokens": "12",
             "train.lr": "3e-3",
+            "megatron.dtype": "float32",
         },
-        rollout={"max_lora_rank": "16", "engine.max_model_len": "256"},
+        rollout={
+            "max_lora_rank": "16",
+            "engine.max_model_len": "256",
+            "engine.dtype": "float32",
+        },
     )
 
 

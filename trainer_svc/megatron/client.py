@@ -76,6 +76,11 @@ class MegatronWorker:
     ) -> None:
         await self.close()
 
+    @property
+    def pid(self) -> int:
+        """Process id of torchrun, which is also that of its group."""
+        return self._process.pid
+
     async def wait_connected(self, *, deadline_seconds: float) -> None:
         """Wait until fresh ranks take commands.
 

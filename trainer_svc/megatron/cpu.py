@@ -29,7 +29,8 @@ class TorchAttention(torch.nn.Module):
     """Causal core attention on torch's kernels.
 
     Megatron's own draws its dropout from a CUDA generator and holds all scores in memory. Right
-    padding needs no mask: a causal query never sees the keys after it.
+    padding needs no mask: a causal query never sees the keys after it. On a CPU the arithmetic is
+    in float32: the backward pass of short sequences takes a third of bfloat16's time.
     """
 
     def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -38,8 +39,9 @@ class TorchAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend; inputs (seq, batch, heads, head_dim), output (seq, batch, heads * head_dim)."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        wide = query.dtype if HAVE_CUDA else torch.float32
+        q, k, v = (t.to(wide).permute(1, 2, 0, 3) for t in (query, key, value))
         out = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)

@@ -68,7 +68,11 @@ class GrpoLoop:
             max_tokens=self._rl.max_tokens, temperature=self._rl.temperature
         )
         self._sampler = Sampler(
-            parts.node.fleet, adapter=config.adapter, params=params, group_size=self._rl.group_size
+            parts.node.fleet,
+            run_id=parts.run_dir.run_id,
+            adapter=config.adapter,
+            params=params,
+            group_size=self._rl.group_size,
         )
 
     async def train(self) -> None:

@@ -43,9 +43,16 @@ class Sampler:
     """Samples groups of completions of the policy's newest version."""
 
     def __init__(
-        self, fleet: Fleet, *, adapter: str, params: rollout_pb2.SamplingParams, group_size: int
+        self,
+        fleet: Fleet,
+        *,
+        run_id: str,
+        adapter: str,
+        params: rollout_pb2.SamplingParams,
+        group_size: int,
     ) -> None:
         self._fleet = fleet
+        self._run_id = run_id
         self._adapter = adapter
         self._params = params
         self._group_size = group_size
@@ -98,7 +105,10 @@ class Sampler:
             n=self._group_size,
             sampling=self._params,
             adapter=rollout_pb2.AdapterSelector(
-                adapter=self._adapter, rule=rollout_pb2.VERSION_RULE_AT_LEAST, version=version
+                run_id=self._run_id,
+                adapter=self._adapter,
+                rule=rollout_pb2.VERSION_RULE_AT_LEAST,
+                version=version,
             ),
         )
         completions = [Completion() for _ in range(self._group_size)]
@@ -115,9 +125,12 @@ class Sampler:
     def _check_weights(self, replica: Replica, part: rollout_pb2.GenerateResponse) -> None:
         """The tokens were made by the very bytes that were published, or the sample is void."""
         ref = ref_from_proto(part.adapter)
-        committed = replica.committed.get((ref.adapter, ref.version))
-        if committed is not None and committed != ref:
-            raise CorruptUpdate(f"replica {replica.id} answered with {ref}, not {committed}")
+        committed = replica.committed.get((ref.adapter, ref.version), ref)
+        if committed != ref or ref.run_id != self._run_id:
+            raise CorruptUpdate(
+                f"replica {replica.id} answered with {ref} in run {self._run_id}; its report said "
+                f"{committed}"
+            )
 
 
 _WHOLE = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -82,7 +84,7 @@ async def _fleet(*replicas: Replica) -> AsyncIterator[Fleet]:
 
 def _sampler(fleet: Fleet) -> Sampler:
     params = rollout_pb2.SamplingParams(max_tokens=2)
-    return Sampler(fleet, adapter="default", params=params, group_size=2)
+    return Sampler(fleet, run_id="run", adapter="default", params=params, group_size=2)
 
 
 async def test_a_group_is_put_together_by_index() -> None:
@@ -98,7 +100,8 @@ async def test_a_group_is_put_together_by_index() -> None:
     request = replica.requests[0]
     assert (list(request.token_ids.ids), request.n) == ([5, 6], 2)
     assert request.adapter.rule == rollout_pb2.VERSION_RULE_AT_LEAST
-    assert (request.adapter.adapter, request.adapter.version) == ("default", 3)
+    selector = request.adapter
+    assert (selector.run_id, selector.adapter, selector.version) == ("run", "default", 3)
 
 
 @pytest.mark.parametrize("broken", [Replica(error=AdapterNotFound("gone")), Replica(cut=True)])
@@ -129,10 +132,9 @@ async def test_a_request_refused_for_its_own_fault_is_not_tried_again() -> None:
     assert other.requests == []
 
 
-async def test_tokens_made_by_other_bytes_are_void() -> None:
+@pytest.mark.parametrize("other", [{"digest": b"x" * 32}, {"run_id": "old", "version": 9}])
+async def test_tokens_made_by_other_bytes_are_void(other: dict[str, Any]) -> None:
     """faults.md 2, verl#3821: a sample is attributable to the bytes that made it."""
-    from dataclasses import replace
-
-    async with _fleet(Replica(ref=replace(REF, digest=b"x" * 32))) as fleet:
+    async with _fleet(Replica(ref=replace(REF, **other))) as fleet:
         with pytest.raises(CorruptUpdate, match="answered with"):
             await _sampler(fleet).group([5], version=3, timeout_seconds=5)

@@ -1,0 +1,98 @@
+"""An engine without a model, at the `Engine` seam."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from common.adapter import Dtype
+from common.errors import InvalidField
+from rollout_svc.engine import (
+    BoundReport,
+    Capabilities,
+    EngineAdapter,
+    FinishReason,
+    Generation,
+    Message,
+    TokenDelta,
+)
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """Holds adapters like an engine with `slots` slots, and answers each prompt with its own ids.
+
+    A generation gives one token a step; with `gate` cleared it stops before each.
+    """
+
+    slots: int = 3
+    loaded: dict[int, EngineAdapter] = field(default_factory=dict)
+    answers: list[BoundReport] = field(
+        default_factory=lambda: [BoundReport(stage=0, bound_modules=2, unbound=(), error="")]
+    )
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    paused: bool = False
+    running: set[str] = field(default_factory=set)
+    salts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    @property
+    def version(self) -> str:
+        return "fake"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            max_rank=8,
+            target_modules=("k_proj", "q_proj"),
+            dtypes=tuple(Dtype),
+            max_loras=self.slots,
+            max_model_len=16,
+            vocab_size=100,
+        )
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        raise InvalidField("chat: this model has no chat template; send text or token_ids")
+
+    async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
+        assert len(self.loaded) < self.slots, "a load would evict an adapter"
+        assert adapter.id not in self.loaded
+        self.loaded[adapter.id] = adapter
+        return self.answers
+
+    async def unload(self, adapter_id: int) -> None:
+        self.loaded.pop(adapter_id, None)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
+        self.salts.append(generation.cache_salt)
+        self.running.add(generation.request_id)
+        try:
+            for number in range(generation.sampling.max_tokens):
+                await self.gate.wait()
+                last = number == generation.sampling.max_tokens - 1
+                assert generation.adapter is None or generation.adapter.id in self.loaded
+                token = generation.prompt_token_ids[number % len(generation.prompt_token_ids)]
+                yield TokenDelta(
+                    index=0,
+                    token_ids=(token,),
+                    logprobs=(-0.5,),
+                    text=chr(token),
+                    finish_reason=FinishReason.LENGTH if last else None,
+                )
+        finally:
+            self.running.remove(generation.request_id)
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def check_health(self) -> None:
+        return

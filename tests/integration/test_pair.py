@@ -1,0 +1,347 @@
+"""Trainer and rollout as two real processes: Megatron-core on one side, vLLM on the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from refit.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    version_pb2,
+)
+
+from common.adapter import Manifest
+from common.model_dir import base_model
+from common.peft_dir import read_peft_dir, write_peft_dir
+from common.wire import crc32c, manifest_from_proto
+from tests.integration.services import START_SECONDS, grpcurl, refit, rows_until
+from trainer_svc.demo import tiny
+
+pytestmark = pytest.mark.timeout(240)
+STEPS = 4
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A replica that follows a fixed trainer address, and the first run's directory."""
+
+    model: Path
+    trainer: str
+    rollout: str
+    run_dir: Path
+    log_dir: Path
+    first: subprocess.Popen[str]
+
+    def free_the_port(self) -> None:
+        """End the first trainer; others may then listen where the replica looks for one."""
+        self.first.terminate()
+        self.first.wait(timeout=60)
+
+    def stub(self) -> rollout_pb2_grpc.RolloutServiceStub:
+        return rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(self.rollout))
+
+    def settings(self, run_dir: Path, *, steps: int = STEPS) -> dict[str, object]:
+        return _trainer_settings(self.model, run_dir, steps=steps) | {
+            "server.port": self.trainer.rpartition(":")[2]
+        }
+
+
+def _trainer_settings(model: Path, run_dir: Path, *, steps: int = STEPS) -> dict[str, object]:
+    return {
+        "model": model,
+        "run_dir": run_dir,
+        "serve_after_run": "true",
+        "megatron.dtype": "float32",
+        "lora.rank": 8,
+        "train.lr": "3e-3",
+        "rl.data": "trainer_svc.demo.fast_task:prompts",
+        "rl.reward": "trainer_svc.demo.fast_task:reward",
+        "rl.steps": steps,
+        "rl.prompts_per_step": 2,
+        "rl.group_size": 4,
+        "rl.max_tokens": 8,
+        "rl.checkpoint_every_steps": 2,
+        "server.port": 0,
+        "server.heartbeat_seconds": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One finished run of `STEPS` steps; its trainer still serves when the first test begins."""
+    root = tmp_path_factory.mktemp("pair")
+    model = tiny.prepare(root / "tiny")
+    settings = _trainer_settings(model, root / "run")
+    rollout_settings: dict[str, object] = {
+        "model": model,
+        "max_lora_rank": 8,
+        "staging_dir": root / "staging",
+        "engine.dtype": "float32",
+        "engine.max_model_len": 128,
+        "engine.max_num_seqs": 16,
+        "engine.enforce_eager": "true",
+    }
+    with refit("trainer", settings=settings, log=root / "trainer.log") as (first, trainer):
+        rollout_settings["trainer_address"] = trainer
+        with refit("rollout", settings=rollout_settings, log=root / "rollout.log") as (_, rollout):
+            _wait_for_state(trainer, trainer_pb2.RUN_STATE_FINISHED)
+            yield Pair(model, trainer, rollout, root / "run", root, first)
+
+
+def _wait_for_state(trainer: str, state: int) -> trainer_pb2.GetStatusResponse:
+    deadline = time.monotonic() + START_SECONDS
+    with grpc.insecure_channel(trainer) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        while time.monotonic() < deadline:
+            status: trainer_pb2.GetStatusResponse = stub.GetStatus(
+                trainer_pb2.GetStatusRequest(), timeout=10, wait_for_ready=True
+            )
+            if status.state == state:
+                return status
+            time.sleep(0.1)
+    raise AssertionError(f"the run is still in state {status}")
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _generate(
+    pair: Pair,
+    rule: rollout_pb2.VersionRule,
+    *,
+    adapter: str = "default",
+    version: int = 0,
+    run_id: str = "",
+) -> list[rollout_pb2.GenerateResponse]:
+    request = rollout_pb2.GenerateRequest(
+        token_ids=rollout_pb2.TokenIds(ids=[5, 6, 7, 8]),
+        sampling=rollout_pb2.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+        adapter=rollout_pb2.AdapterSelector(
+            adapter=adapter, rule=rule, version=version, run_id=run_id
+        ),
+    )
+    return list(pair.stub().Generate(request, timeout=30))
+
+
+def _logprobs(parts: list[rollout_pb2.GenerateResponse]) -> list[float]:
+    return [value for part in parts for value in part.logprobs]
+
+
+def test_every_version_of_the_run_was_served_with_the_trainers_digest(pair: Pair) -> None:
+    """faults.md 1, verl#7495."""
+    rows = _rows(pair.run_dir)
+
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["version"] for row in rows] == [2, 3, 4, 5]
+    assert len({row["digest"] for row in rows}) == STEPS
+    for row in rows:
+        assert [replica["digest"] for replica in row["replicas"]] == [row["digest"]]
+        assert (row["staleness_max"], row["samples"], row["samples_lost"]) == (0, 8, 0)
+        for stage in ("export", "wire", "stage", "commit", "update"):
+            assert 0 < row[f"{stage}_seconds"] < 5
+
+
+def test_trainer_and_rollout_agree_on_log_probabilities(pair: Pair) -> None:
+    """Megatron's and vLLM's, fp32, of every sampled token under every version."""
+    assert max(row["mismatch"] for row in _rows(pair.run_dir)) < 1e-4
+
+
+def test_the_run_leaves_its_records(pair: Pair) -> None:
+    summary = json.loads((pair.run_dir / "summary.json").read_text())
+
+    assert (summary["steps"], summary["versions"], summary["versions_verified"]) == (4, 4, 4)
+    assert (summary["samples"], summary["samples_lost"]) == (32, 0)
+    assert list(pair.run_dir.glob("events.out.tfevents.*"))
+    assert (pair.run_dir / "config.toml").read_text().startswith("model = ")
+    base = base_model(pair.model).fingerprint
+    final = read_peft_dir(pair.run_dir / "adapter", base_fingerprint=base)
+    assert final.manifest.digest().hex() == _rows(pair.run_dir)[-1]["digest"]
+
+
+def test_the_replica_lists_what_the_trainer_published(pair: Pair) -> None:
+    response = pair.stub().ListAdapters(rollout_pb2.RolloutServiceListAdaptersRequest(), timeout=10)
+
+    assert [(ref.version, ref.digest.hex()) for ref in response.adapters] == [
+        (row["version"], row["digest"]) for row in _rows(pair.run_dir)[-2:]
+    ]
+
+
+def test_the_adapter_changes_what_the_base_says(pair: Pair) -> None:
+    """faults.md 1, verl#7495: a served version is not the base in disguise."""
+    latest = _generate(pair, rollout_pb2.VERSION_RULE_LATEST)
+    base = _generate(pair, rollout_pb2.VERSION_RULE_BASE, adapter="")
+
+    assert {part.adapter.version for part in latest} == {STEPS + 1}
+    assert not any(part.HasField("adapter") for part in base)
+    assert abs(_logprobs(latest)[0] - _logprobs(base)[0]) > 1e-3
+
+
+@pytest.mark.parametrize(("adapter", "version"), [("other", 1), ("default", 1), ("default", 99)])
+def test_unknown_adapter_or_version_is_not_found(pair: Pair, adapter: str, version: int) -> None:
+    """faults.md 2, verl#3821: never the base by silence."""
+    with pytest.raises(grpc.RpcError) as caught:
+        _generate(pair, rollout_pb2.VERSION_RULE_EXACT, adapter=adapter, version=version)
+
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert adapter in caught.value.details()
+
+
+@pytest.mark.parametrize("service", ["trainer", "rollout"])
+def test_grpcurl_lists_checks_and_asks_for_versions(pair: Pair, service: str) -> None:
+    address = getattr(pair, service)
+    main = {"trainer": "refit.v1.AdapterService", "rollout": "refit.v1.RolloutService"}[service]
+
+    assert {main, "refit.v1.VersionService", "grpc.health.v1.Health"} <= set(
+        grpcurl(address, "list").split()
+    )
+    for request in ("{}", json.dumps({"service": main})):
+        found = grpcurl("-d", request, address, "grpc.health.v1.Health/Check")
+        assert json.loads(found) == {"status": "SERVING"}
+    version = json.loads(grpcurl(address, "refit.v1.VersionService/GetVersion"))
+    assert (version["service"], version["api_version"]) == (service, "refit.v1")
+    assert version["base_model"]["fingerprint"] == base_model(pair.model).fingerprint
+    assert [ref["version"] for ref in version["adapters"]] == ["4", "5"]
+
+
+def _subscribe(pair: Pair, request: adapter_pb2.AdapterUpdateRequest) -> tuple[Manifest, bytes]:
+    """The first update of a subscription."""
+    with grpc.insecure_channel(pair.trainer) as channel:
+        call = adapter_pb2_grpc.AdapterServiceStub(channel).AdapterUpdate(request, timeout=20)
+        _, manifest = manifest_from_proto(next(call).manifest)
+        received = bytearray()
+        for event in call:
+            if event.HasField("commit"):
+                break
+            assert event.chunk.offset_bytes == len(received)
+            assert crc32c(event.chunk.data) == event.chunk.crc32c
+            received += event.chunk.data
+        call.cancel()
+    return manifest, bytes(received)
+
+
+def _able(pair: Pair) -> adapter_pb2.AdapterUpdateRequest:
+    base = base_model(pair.model)
+    return adapter_pb2.AdapterUpdateRequest(
+        replica_id="late",
+        advertised_address="127.0.0.1:1",
+        base_model=version_pb2.BaseModel(name=base.name, fingerprint=base.fingerprint),
+        capabilities=adapter_pb2.ReplicaCapabilities(
+            max_rank=8,
+            dtypes=[1, 2, 3],
+            target_modules=[
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ],
+        ),
+    )
+
+
+def test_a_late_subscriber_gets_the_current_version_at_once(pair: Pair) -> None:
+    manifest, received = _subscribe(pair, _able(pair))
+
+    assert manifest.digest().hex() == _rows(pair.run_dir)[-1]["digest"]
+    assert len(received) == manifest.total_bytes
+    # Two layers of seven projections: 28 tensors, of which k's and v's A and up's A are aliases.
+    assert sum(1 for spec in manifest.tensors if spec.alias_of) == 2 * 3
+    assert len(manifest.tensors) == 28
+
+
+def test_a_replica_with_another_base_is_refused_naming_both(pair: Pair) -> None:
+    request = _able(pair)
+    request.base_model.fingerprint = "f" * 64
+    request.capabilities.max_rank = 4
+
+    with pytest.raises(grpc.RpcError) as caught:
+        _subscribe(pair, request)
+
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    details = caught.value.details()
+    for part in ("f" * 64, base_model(pair.model).fingerprint, "max_rank: 4", "rank 8"):
+        assert part in details
+
+
+def test_a_resumed_run_goes_on_with_its_id_and_the_next_version(pair: Pair) -> None:
+    """faults.md 5 and 25, ART#661: the fleet follows a trainer that was restarted."""
+    run_id = json.loads((pair.run_dir / "run.json").read_text())["run_id"]
+    pair.free_the_port()
+    settings = pair.settings(pair.run_dir, steps=STEPS + 2)
+    log = pair.log_dir / "resumed.log"
+    with refit("trainer", "--resume", settings=settings, log=log):
+        status = _wait_for_state(pair.trainer, trainer_pb2.RUN_STATE_FINISHED)
+
+    rows = _rows(pair.run_dir)
+    assert status.run_id == run_id
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # Version 6 is what the restart published of the checkpoint.
+    assert [row["version"] for row in rows] == [2, 3, 4, 5, 7, 8]
+    assert all(r["digest"] == row["digest"] for row in rows for r in row["replicas"])
+
+
+def test_a_killed_rank_costs_no_version_and_no_record(pair: Pair) -> None:
+    """faults.md 22 and 23, AReaL#1160: the service goes on, the run from its last checkpoint."""
+    pair.free_the_port()
+    run_dir = pair.log_dir / "killed"
+    settings = pair.settings(run_dir, steps=6)
+    with refit("trainer", settings=settings, log=pair.log_dir / "killed.log") as (process, _):
+        rows_until(run_dir / "metrics.jsonl", count=3, seconds=START_SECONDS)
+        [rank] = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "trainer_svc.megatron.worker" in child.cmdline()
+            and "torch.distributed.run" not in child.cmdline()
+        ]
+        rank.kill()
+        _wait_for_state(pair.trainer, trainer_pb2.RUN_STATE_FINISHED)
+
+    rows = _rows(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    versions = [row["version"] for row in rows]
+    assert versions == sorted(set(versions))
+    assert versions[-1] > 7
+    assert all(r["digest"] == row["digest"] for row in rows for r in row["replicas"])
+
+
+def test_publish_serves_each_adapter_that_is_written(pair: Pair) -> None:
+    """`refit publish --watch`: no training, the same stream, the same replica."""
+    pair.free_the_port()
+    base = base_model(pair.model).fingerprint
+    final = read_peft_dir(pair.run_dir / "adapter", base_fingerprint=base)
+    watched = pair.log_dir / "watched"
+    write_peft_dir(watched / "one", final.manifest, final.buffer)
+    arguments = ("--model", str(pair.model), "--port", pair.trainer.rpartition(":")[2])
+    log = pair.log_dir / "publish.log"
+    with refit("publish", str(watched), "--watch", *arguments, log=log):
+        assert _served_digest(pair, version=1) == final.manifest.digest()
+        halved = replace(final.manifest, lora=replace(final.manifest.lora, alpha=1.0))
+        write_peft_dir(watched / "two", halved, final.buffer)
+        assert _served_digest(pair, version=2) == halved.digest()
+
+
+def _served_digest(pair: Pair, *, version: int) -> bytes:
+    """Digest by which the replica serves the version of the trainer's run, once it does."""
+    with grpc.insecure_channel(pair.trainer) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        run_id = stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=10).run_id
+    rule = rollout_pb2.VERSION_RULE_AT_LEAST
+    parts = _generate(pair, rule, version=version, run_id=run_id)
+    return bytes(parts[0].adapter.digest)

@@ -1,0 +1,183 @@
+"""A rollout replica as its own process, with a hand-written trainer to follow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from refit.v1 import adapter_pb2, adapter_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, plan, seal
+from common.grpc_server import connect, start_server
+from common.model_dir import base_model
+from common.wire import ref_to_proto
+from tests.adapters import make_ref
+from tests.eventually import eventually
+from tests.fake_trainer import FakeTrainer, update_events
+
+pytestmark = pytest.mark.timeout(150)
+
+SERVICE = "refit.v1.RolloutService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+    )
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def zero_adapter(fingerprint: str) -> tuple[Manifest, memoryview]:
+    """Rank 2, on q and k of the tiny model's layer."""
+    widths = {"q_proj": 64, "k_proj": 32}
+    specs = plan(
+        TensorEntry(
+            f"base_model.model.model.layers.0.self_attn.{module}.{layout.value}.weight",
+            Dtype.FLOAT32,
+            (2, 64) if layout is Layout.LORA_A else (width, 2),
+            layout,
+        )
+        for module, width in widths.items()
+        for layout in Layout
+    )
+    lora = LoraConfig(2, 4.0, tuple(sorted(widths)))
+    buffer = memoryview(bytes(Manifest(fingerprint, lora, specs).total_bytes))
+    return Manifest(fingerprint, lora, seal(specs, buffer)), buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    process: asyncio.subprocess.Process
+    channel: grpc.aio.Channel
+    staging: Path
+
+    async def health(self, service: str) -> int:
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+        return int(answer.status)
+
+    async def errors(self) -> list[str]:
+        assert self.process.stderr is not None
+        return (await self.process.stderr.read()).decode().splitlines()
+
+
+@asynccontextmanager
+async def started(model: Path, staging: Path, *, trainer: str = "") -> AsyncIterator[Replica]:
+    """A replica that has printed its address; killed at the end if it still runs."""
+    engine = (
+        '{dtype = "float32", skip_tokenizer_init = true, max_num_seqs = 8, enforce_eager = true}'
+    )
+    settings = {
+        "model": f'"{model}"',
+        "staging_dir": f'"{staging}"',
+        "trainer_address": f'"{trainer}"',
+        "max_lora_rank": "8",
+        "engine": engine,
+    }
+    arguments = [part for item in settings.items() for part in ("--set", "=".join(item))]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "common.cli", "rollout", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("rollout listening on "), (line, await process.stderr.read())  # type: ignore[union-attr]
+        async with connect(line.split()[-1]) as channel:
+            yield Replica(process, channel, staging)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_replica_is_ready_with_its_first_adapter_and_leaves_nothing_behind(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Fault 6: no traffic before the current version is held; then SIGTERM ends it with 0."""
+    manifest, buffer = zero_adapter(base_model(model_dir).fingerprint)
+    ref = make_ref(manifest)
+    trainer = FakeTrainer(list(update_events(ref, manifest, buffer)))
+    trainer.may_send.clear()
+
+    def register(server: grpc.aio.Server) -> None:
+        adapter_pb2_grpc.add_AdapterServiceServicer_to_server(trainer, server)
+
+    server = await start_server(register, host="127.0.0.1", port=0, services=[])
+    async with started(model_dir, tmp_path / "staging", trainer=server.address) as replica:
+        await eventually(lambda: trainer.subscriptions, seconds=30)
+        assert await replica.health("") == SERVING
+        assert await replica.health(SERVICE) == NOT_SERVING
+        trainer.may_send.set()
+        stub = rollout_pb2_grpc.RolloutServiceStub(replica.channel)
+        request = rollout_pb2.GenerateRequest(
+            token_ids=rollout_pb2.TokenIds(ids=[1, 2, 3]),
+            sampling=rollout_pb2.SamplingParams(max_tokens=4, ignore_eos=True),
+            adapter=rollout_pb2.AdapterSelector(
+                adapter="default", rule=rollout_pb2.VERSION_RULE_AT_LEAST, version=1
+            ),
+        )
+        answer = [message async for message in stub.Generate(request, timeout=60)]
+        assert sum(len(message.token_ids) for message in answer) == 4
+        assert {message.adapter.digest for message in answer} == {ref.digest}
+        await eventually(lambda: trainer.reports, seconds=10)
+        assert trainer.reports[0].outcome == adapter_pb2.OUTCOME_COMMITTED
+        assert trainer.reports[0].ref == ref_to_proto(ref)
+        assert list(trainer.reports[0].bound_modules) == [2]
+        assert await replica.health(SERVICE) == SERVING
+        replica.process.send_signal(signal.SIGTERM)
+        assert await replica.process.wait() == 0
+        assert list(replica.staging.iterdir()) == []
+    await server.stop(0)
+
+
+async def test_the_engines_death_ends_the_replica_with_one_clear_line(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async with started(model_dir, tmp_path / "staging") as replica:
+        [engine] = [pid for pid in children(replica.process.pid) if "EngineCore" in name_of(pid)]
+        os.kill(engine, signal.SIGKILL)
+        errors = asyncio.create_task(replica.errors())
+        async with asyncio.timeout(30):
+            assert await replica.process.wait() == 1
+        expected = "refit rollout: the vLLM engine process ended; restart this replica"
+        assert expected in await errors
+        assert list(replica.staging.iterdir()) == []
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    threads = [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
+    texts = [Path(f"/proc/{pid}/task/{thread}/children").read_text() for thread in threads]
+    return sorted({int(child) for part in [text, *texts] for child in part.split()})
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()

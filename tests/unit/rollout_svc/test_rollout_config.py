@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.config import load_config
+from common.errors import ConfigError
+from rollout_svc.config import RolloutConfig
+
+
+def test_the_engines_arguments_are_kept_as_given() -> None:
+    config = load_config(RolloutConfig, None, {"model": "m", "engine.max_model_len": "64"})
+    assert (config.model, config.engine) == (Path("m"), {"max_model_len": 64})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"modle": "m"}, "unknown key 'modle'; did you mean 'model'?"),
+        ({"model": "m", "max_loras": "1"}, "max_loras: found 1"),
+        ({"model": "m", "max_loras": "2", "keep_versions": "2"}, "keep_versions: 2 with max_loras"),
+        ({"model": "m", "port": "70000"}, "port: found 70000"),
+    ],
+)
+def test_a_bad_configuration_is_one_clear_line(overrides: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + text.replace("?", r"\?")):
+        load_config(RolloutConfig, None, overrides)

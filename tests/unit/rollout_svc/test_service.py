@@ -1,0 +1,251 @@
+"""The servicers behind a real gRPC server, with an engine that needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from refit.v1 import rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grpc
+
+from common.adapter import AdapterRef
+from common.grpc_server import connect, start_server
+from common.model_dir import BaseModel
+from common.wire import ref_to_proto
+from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.hold import GenerationHold
+from rollout_svc.metrics import Metrics
+from rollout_svc.requests import RunningRequests
+from rollout_svc.service import RolloutServicer, VersionServicer
+from tests.eventually import eventually
+from tests.fake_engine import FakeEngine
+
+REF = AdapterRef("run", "default", 1, b"1" * 32)
+LATEST = rollout_pb2.AdapterSelector(adapter="default", rule=rollout_pb2.VERSION_RULE_LATEST)
+BASE = rollout_pb2.AdapterSelector(rule=rollout_pb2.VERSION_RULE_BASE)
+
+
+@pytest.fixture
+async def servicer(registry: AdapterRegistry, engine: FakeEngine) -> RolloutServicer:
+    return RolloutServicer(
+        engine=engine,
+        registry=registry,
+        requests=RunningRequests(),
+        hold=GenerationHold(engine),
+        metrics=Metrics(),
+    )
+
+
+@pytest.fixture
+async def channel(servicer: RolloutServicer) -> AsyncIterator[grpc.aio.Channel]:
+    def register(server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+        version = VersionServicer(
+            engine=servicer.engine, registry=servicer.registry, base=BaseModel("tiny", "f")
+        )
+        version_pb2_grpc.add_VersionServiceServicer_to_server(version, server)
+
+    server = await start_server(register, host="127.0.0.1", port=0, services=[])
+    async with connect(server.address) as channel:
+        yield channel
+    await server.stop(0)
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceStub:
+    return rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+def request(
+    *,
+    adapter: rollout_pb2.AdapterSelector = BASE,
+    ids: tuple[int, ...] = (65, 66, 67),
+    max_tokens: int = 3,
+    request_id: str = "",
+) -> rollout_pb2.GenerateRequest:
+    return rollout_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=rollout_pb2.TokenIds(ids=ids),
+        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
+        adapter=adapter,
+    )
+
+
+async def test_every_message_names_the_weights_and_the_first_one_the_prompt(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+    registry: AdapterRegistry,
+    engine: FakeEngine,
+    tmp_path: Path,
+) -> None:
+    await registry.commit(REF, tmp_path / "adapter")
+    answer = [message async for message in stub.Generate(request(adapter=LATEST), timeout=5)]
+    assert [list(message.token_ids) for message in answer] == [[65], [66], [67]]
+    assert [list(message.logprobs) for message in answer] == [[-0.5]] * 3
+    assert [message.adapter for message in answer] == [ref_to_proto(REF)] * 3
+    assert [list(message.prompt_token_ids) for message in answer] == [[65, 66, 67], [], []]
+    assert [message.finish_reason for message in answer] == [0, 0, 2]
+    assert engine.salts == [REF.digest.hex()]
+
+
+async def test_the_base_model_is_named_by_no_adapter(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    answer = [message async for message in stub.Generate(request(), timeout=5)]
+    assert [message.HasField("adapter") for message in answer] == [False] * 3
+    assert engine.salts == ["base"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"max_tokens": 0}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.max_tokens: 0"),
+        ({"ids": ()}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: no tokens"),
+        ({"ids": (100,)}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: token id 100"),
+        ({"ids": (1,) * 16}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: 16 tokens"),
+        (
+            {"adapter": rollout_pb2.AdapterSelector()},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "adapter.rule: 0",
+        ),
+        ({"adapter": LATEST}, grpc.StatusCode.NOT_FOUND, "default@latest is not served"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_field(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+    change: dict[str, object],
+    code: grpc.StatusCode,
+    text: str,
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.Generate(request(**change), timeout=5)))  # type: ignore[arg-type]
+    assert caught.value.code() is code
+    assert text in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ({}, "prompt: missing"),
+        ({"chat": rollout_pb2.ChatMessages()}, "chat.messages: empty"),
+        (
+            {"chat": rollout_pb2.ChatMessages(messages=[{"role": "tool"}])},
+            "chat.messages.role: 'tool'",
+        ),
+    ],
+)
+async def test_a_bad_prompt_is_refused_by_field(
+    stub: rollout_pb2_grpc.RolloutServiceStub, prompt: dict[str, object], text: str
+) -> None:
+    bad = rollout_pb2.GenerateRequest(
+        sampling=rollout_pb2.SamplingParams(max_tokens=1),
+        adapter=BASE,
+        **prompt,  # type: ignore[arg-type]
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.Generate(bad, timeout=5)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in (caught.value.details() or "")
+
+
+async def test_text_is_tokenized_here(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
+    asked = rollout_pb2.GenerateRequest(
+        text="AB", sampling=rollout_pb2.SamplingParams(max_tokens=2), adapter=BASE
+    )
+    answer = [message async for message in stub.Generate(asked, timeout=5)]
+    assert list(answer[0].prompt_token_ids) == [65, 66]
+    assert "".join(message.text for message in answer) == "AB"
+
+
+async def test_a_running_request_id_is_taken_until_it_ends(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    """Fault 24: the same request id has one effect."""
+    asked = request(request_id="one")
+    engine.gate.clear()
+    first = aiter(stub.Generate(asked, timeout=5))
+    running = asyncio.ensure_future(anext(first))
+    await eventually(lambda: "one" in engine.running)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.Generate(asked, timeout=5)))
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    engine.gate.set()
+    await running
+    assert len([message async for message in first]) == 2
+    assert len([message async for message in stub.Generate(asked, timeout=5)]) == 3
+
+
+async def test_cancelling_a_call_ends_it_in_the_engine_and_drops_the_pin(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+    registry: AdapterRegistry,
+    engine: FakeEngine,
+    tmp_path: Path,
+) -> None:
+    await registry.commit(REF, tmp_path / "adapter")
+    call = stub.Generate(request(adapter=LATEST, max_tokens=1000, request_id="one"), timeout=5)
+    await call.read()
+    assert engine.running == {"one"}
+    call.cancel()
+    await eventually(lambda: not engine.running and not registry._live[0].pins)
+
+
+async def test_draining_refuses_new_requests_and_waits_for_running_ones(
+    stub: rollout_pb2_grpc.RolloutServiceStub, servicer: RolloutServicer, engine: FakeEngine
+) -> None:
+    call = aiter(stub.Generate(request(), timeout=5))
+    await anext(call)
+    engine.gate.clear()
+    draining = asyncio.create_task(servicer.requests.drain(5))
+    await asyncio.sleep(0)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.Generate(request(), timeout=5)))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    engine.gate.set()
+    assert len([message async for message in call]) == 2
+    assert await draining
+
+
+async def test_a_pause_ends_with_its_lease(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    """Fault 22: a caller that dies cannot leave the replica paused."""
+    await stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(lease_seconds=0.05))
+    assert engine.paused
+    await eventually(lambda: not engine.paused)
+
+
+async def test_a_pause_is_renewed_by_the_next_and_ended_by_resume(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    await stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(lease_seconds=0.05))
+    await stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(lease_seconds=60))
+    await asyncio.sleep(0.1)
+    assert engine.paused
+    await stub.ResumeGeneration(rollout_pb2.ResumeGenerationRequest())
+    assert not engine.paused
+
+
+@pytest.mark.parametrize("lease_seconds", [0, -1, 601, float("nan")])
+async def test_a_pause_needs_a_lease(
+    stub: rollout_pb2_grpc.RolloutServiceStub, lease_seconds: float
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(lease_seconds=lease_seconds))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_versions_and_listing_name_what_is_live(
+    channel: grpc.aio.Channel,
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+    registry: AdapterRegistry,
+    tmp_path: Path,
+) -> None:
+    await registry.commit(REF, tmp_path / "adapter")
+    listed = await stub.ListAdapters(rollout_pb2.RolloutServiceListAdaptersRequest())
+    assert list(listed.adapters) == [ref_to_proto(REF)]
+    version_stub = version_pb2_grpc.VersionServiceStub(channel)
+    version = await version_stub.GetVersion(version_pb2.GetVersionRequest())
+    assert (version.service, version.api_version, version.engine) == ("rollout", "refit.v1", "vllm")
+    assert (version.base_model.name, version.base_model.fingerprint) == ("tiny", "f")
+    assert list(version.adapters) == [ref_to_proto(REF)]
