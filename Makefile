@@ -7,6 +7,7 @@ STAMP := .venv/refit-setup.stamp
 PROTO_BIN := build/proto-venv/bin
 # Compiling every module takes half of the time; Python compiles the ones it imports.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test lint proto bench clean
 .DELETE_ON_ERROR:
@@ -19,7 +20,7 @@ setup: $(STAMP) ## make .venv from the locked requirements
 # The stamp comes last, so that a set-up that was interrupted is taken up again.
 $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo 'make: found no Python 3.11; install it or give PYTHON=/path/to/it' >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(or $(realpath .venv),.venv)
 	@echo 'make: installing torch, then the locked set (a few minutes the first time)'
 	@$(BIN)/python $(PIP_INSTALL) --constraint requirements/cpu.txt torch
 	@$(BIN)/python $(PIP_INSTALL) --no-deps -r requirements/cpu.txt -r requirements/dev.txt

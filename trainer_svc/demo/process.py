@@ -38,6 +38,8 @@ class Service:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C reaches the demo alone, which then ends its services one after the other.
+            start_new_session=True,
         )
         self._copy = asyncio.ensure_future(self._copy_lines())
         return self

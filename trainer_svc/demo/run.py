@@ -16,6 +16,7 @@ from common.tasks import cancel, stop_requested
 from trainer_svc.demo import plots, smollm2, tiny
 from trainer_svc.demo.process import Service
 from trainer_svc.demo.progress import Progress
+from trainer_svc.demo.row_reader import RowReader
 
 _LISTENING = r"(?:trainer|rollout) listening on (\S+)"
 _START_TIMEOUT_SECONDS = 120.0
@@ -67,11 +68,13 @@ def _fast_plan() -> Plan:
             "rl.prompts_per_step": "8",
             "rl.group_size": "8",
             "rl.max_tokens": "12",
-            "train.lr": "3e-3",
+            "train.lr": "1e-2",
+            "lora.rank": "8",
+            "lora.alpha": "16",
             "megatron.dtype": "float32",
         },
         rollout={
-            "max_lora_rank": "16",
+            "max_lora_rank": "8",
             "engine.max_model_len": "256",
             "engine.dtype": "float32",
         },
@@ -98,6 +101,8 @@ async def _run(plan: Plan, out: Path) -> int:
                 await asyncio.wait([stop, *ends, show], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 await cancel(stop, show, *ends)
+            if show.done() and not show.cancelled():
+                await show
             if rollout.returncode is not None:
                 raise Unavailable(rollout.epitaph())
             if trainer.returncode:
@@ -109,16 +114,14 @@ async def _show_progress(metrics: Path, *, steps: int) -> None:
     """Follow the run's records, a row a step, until cancelled."""
     with Progress(total_steps=steps) as progress:
         progress.note("starting the trainer and a rollout, about a minute")
-        seen_bytes = 0
-        async for _ in awatch(metrics.parent):
-            if not metrics.exists():
-                continue
-            with metrics.open("rb") as file:
-                file.seek(seen_bytes)
-                for line in file:
-                    if line.endswith(b"\n"):
-                        seen_bytes += len(line)
-                        progress.show(json.loads(line))
+        reader = RowReader(metrics)
+        try:
+            async for _ in awatch(metrics.parent):
+                for row in reader.new_rows():
+                    progress.show(row)
+        finally:
+            for row in reader.new_rows():
+                progress.show(row)
 
 
 def _finish(out: Path) -> int:

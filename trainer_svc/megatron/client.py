@@ -28,8 +28,8 @@ from trainer_svc.megatron.protocol import (
 )
 from trainer_svc.megatron.settings import WorkerSettings
 
-_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(16 << 30), "MALLOC_MMAP_THRESHOLD_": str(8 << 30)}
-"""Lets a rank keep freed activations: giving them back costs page faults in every step."""
+_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait for each other sleep; spinning, they would take the cores of a neighbour."""
 
 
 class MegatronWorker:
@@ -63,7 +63,7 @@ class MegatronWorker:
         self._process = await asyncio.create_subprocess_exec(
             *self._command(socket_path),
             stdin=asyncio.subprocess.DEVNULL,
-            env=_ALLOCATOR | os.environ,
+            env=_THREADS | os.environ,
             start_new_session=True,
         )
         return self

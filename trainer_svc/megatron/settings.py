@@ -101,7 +101,7 @@ class TrainSettings(Config):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates made from one batch."""
 
-    micro_batch_tokens: int = Field(default=2048, ge=1)
+    micro_batch_tokens: int = Field(default=1024, ge=1)
     """Padded tokens in one forward pass; a longer sequence goes alone."""
 
 
