@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from common.config import suggestion
@@ -19,10 +20,16 @@ def engine_config(config: RolloutConfig) -> VllmConfig:
     owned = _owned(config)
     _check_names(config.engine, owned)
     try:
-        args = AsyncEngineArgs(**config.engine, **owned)
+        args = AsyncEngineArgs(**{**_defaults(), **config.engine, **owned})
         return args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"engine: {_one_line(error)}") from error
+
+
+def _defaults() -> dict[str, Any]:
+    """What this service would rather have than vLLM's own default."""
+    # The smallest block of the CPU's attention: a group's prompts share more of their prefix.
+    return {"block_size": 32} if current_platform.is_cpu() else {}
 
 
 def _owned(config: RolloutConfig) -> dict[str, Any]:

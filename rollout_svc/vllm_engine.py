@@ -61,7 +61,7 @@ class VllmEngine:
             set_cpu_defaults()
         llm = AsyncLLM.from_vllm_config(engine_config(config), disable_log_stats=True)
         try:
-            modules = (await _rpc(llm.collective_rpc("refit_target_modules")))[0]
+            modules = (await _rpc(llm.collective_rpc("refit_prepare")))[0]
         except BaseException:
             llm.shutdown()
             raise

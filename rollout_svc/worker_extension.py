@@ -16,6 +16,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
+from rollout_svc import cpu_lora
+
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import LoRAModelManager
@@ -26,9 +28,10 @@ class RefitWorkerExtension:
 
     model_runner: Any
 
-    def refit_target_modules(self) -> list[str]:
-        """Last parts of the names of projections that take an adapter, fused ones taken apart."""
+    def refit_prepare(self) -> list[str]:
+        """Mend LoRA on a CPU, then name the projections that take an adapter, as PEFT does."""
         manager = self._refit_manager()
+        cpu_lora.install(manager)
         names = set()
         for path, module in manager.modules.items():
             if isinstance(module, LogitsProcessorWithLoRA | VocabParallelEmbeddingWithLoRA):

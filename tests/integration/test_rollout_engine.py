@@ -291,6 +291,29 @@ async def test_new_versions_leave_a_running_generation_alone(
     assert registry.listing() == [versions[1][0], versions[2][0]]
 
 
+async def test_a_mixed_batch_answers_each_request_with_its_own_weights(
+    engine: VllmEngine,
+    registry: AdapterRegistry,
+    adapters: AdapterMaker,
+    reference: LlamaForCausalLM,
+) -> None:
+    """Base, v1 and v3 in one batch while every slot is taken: vLLM's own CPU arithmetic answers
+    the base request with the last slot's adapter, and a vLLM that changed would do so again."""
+    versions = [adapters.make(seed=seed) for seed in (1, 2, 3)]
+    latest = Selector(Rule.LATEST, "default")
+    await registry.commit(*versions[0])
+    async with registry.admit(latest, wait_seconds=1) as first:
+        await registry.commit(*versions[1])
+        await registry.commit(*versions[2])
+        async with registry.admit(latest, wait_seconds=1) as third:
+            answers = await asyncio.gather(
+                *(sample(engine, live, cache_salt="mixed") for live in (None, first, third))
+            )
+    for answer, path in zip(answers, (None, versions[0][1], versions[2][1]), strict=True):
+        expected = expected_logprobs(reference, path, PROMPT, tokens(answer))
+        torch.testing.assert_close(torch.tensor(logprobs(answer)), expected, atol=1e-3, rtol=0)
+
+
 async def test_a_prompt_of_several_blocks_is_not_read_from_another_versions_cache(
     engine: VllmEngine,
     registry: AdapterRegistry,
