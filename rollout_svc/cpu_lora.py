@@ -17,6 +17,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
+_NO_ADAPTER = -1
 _WRITTEN_FOR = "0.32."
 """Short of a whole platform plugin vLLM has no hook for this, so it is tied to one release."""
 
@@ -33,7 +34,7 @@ class GroupedLoraCPU(PunicaWrapperCPU):
     def regroup(self) -> None:
         """Note which rows of the batch belong to which slot; once a step, not once a layer."""
         slots = self.token_lora_indices
-        used = [slot for slot in slots.unique().tolist() if slot >= 0]
+        used = sorted(set(slots.tolist()) - {_NO_ADAPTER})
         self._groups = tuple((slot, _rows(slots, slot)) for slot in used)
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:

@@ -23,10 +23,10 @@ from refit.v1 import (
     version_pb2,
 )
 
-from common.adapter import Manifest
+from common.adapter import Dtype, Manifest
 from common.model_dir import base_model
 from common.peft_dir import read_peft_dir, write_peft_dir
-from common.wire import crc32c, manifest_from_proto
+from common.wire import crc32c, dtype_to_proto, manifest_from_proto
 from tests.integration.services import START_SECONDS, grpcurl, refit, rows_until
 from trainer_svc.demo import tiny
 
@@ -198,7 +198,7 @@ def test_unknown_adapter_or_version_is_not_found(pair: Pair, adapter: str, versi
         _generate(pair, rollout_pb2.VERSION_RULE_EXACT, adapter=adapter, version=version)
 
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-    assert adapter in caught.value.details()
+    assert adapter in str(caught.value.details())
 
 
 @pytest.mark.parametrize("service", ["trainer", "rollout"])
@@ -242,7 +242,7 @@ def _able(pair: Pair) -> adapter_pb2.AdapterUpdateRequest:
         base_model=version_pb2.BaseModel(name=base.name, fingerprint=base.fingerprint),
         capabilities=adapter_pb2.ReplicaCapabilities(
             max_rank=8,
-            dtypes=[1, 2, 3],
+            dtypes=list(map(dtype_to_proto, Dtype)),
             target_modules=[
                 "q_proj",
                 "k_proj",
@@ -275,7 +275,7 @@ def test_a_replica_with_another_base_is_refused_naming_both(pair: Pair) -> None:
         _subscribe(pair, request)
 
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-    details = caught.value.details()
+    details = str(caught.value.details())
     for part in ("f" * 64, base_model(pair.model).fingerprint, "max_rank: 4", "rank 8"):
         assert part in details
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -98,7 +99,7 @@ async def test_health_tells_alive_from_ready(server: GrpcServer) -> None:
 
     status = health_pb2.HealthCheckResponse
     async with connect(server.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         assert await check("") == status.SERVING
         assert await check(SERVICE) == status.NOT_SERVING
         await server.set_serving(SERVICE, True)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
 from common.errors import ConfigError
 from common.model_dir import base_model
 
-WEIGHTS = {"a": np.arange(6000, dtype=np.float32), "b": np.ones((2, 3), dtype=np.float16)}
+Tensors = dict[str, npt.NDArray[Any]]
+WEIGHTS: Tensors = {"a": np.arange(6000, dtype=np.float32), "b": np.ones((2, 3), dtype=np.float16)}
 
 
-def _model(path: Path, *files: dict[str, np.ndarray]) -> str:
+def _model(path: Path, *files: Tensors) -> str:
     path.mkdir()
     (path / "config.json").write_text("{}")
     for number, tensors in enumerate(files):

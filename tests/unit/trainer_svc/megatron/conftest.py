@@ -42,7 +42,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
     )
     path = tmp_path_factory.mktemp("tiny")
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(path)
     return path
 

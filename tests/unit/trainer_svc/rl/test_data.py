@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from common.errors import ConfigError
 from trainer_svc.rl.data import load_examples, load_function, skip
 
 
-def _take(source: str, *, seed: int, count: int) -> list[object]:
+def _take(source: str, *, seed: int, count: int) -> list[Any]:
     return [e["prompt"] for e in itertools.islice(load_examples(source, seed=seed), count)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,7 @@ async def _fleet(*replicas: Replica) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         for number, replica in enumerate(replicas):
             server = await start_server(
-                lambda s, r=replica: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(r, s),
+                functools.partial(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, replica),
                 host="127.0.0.1",
                 port=0,
                 services=[],
