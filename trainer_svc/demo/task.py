@@ -27,13 +27,15 @@ def prompts(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def reward(example: dict[str, Any], completion: str) -> float:
-    """0.5 for the right first number, 0.5 for saying nothing else, 0.1 for any bare number.
+    """Half for the right number, half for how much of the answer's text that number is.
 
-    So 1.0 is a bare right answer, 0.5 one in a sentence, 0.1 a bare wrong one, and 0 the rest.
+    A bare right answer earns 1.0, one in a long sentence little more than 0.5, a bare wrong one
+    0.1, less in a sentence. Every word that goes is felt, which a small model needs: it never
+    gives a bare answer by chance.
     """
     text = completion.strip()
     first = _NUMBER.search(text)
-    right = first is not None and (first.group().lstrip("0") or "0") == example["answer"]
-    if text == example["answer"]:
-        return 1.0
-    return 0.5 * right + 0.1 * (_NUMBER.fullmatch(text) is not None)
+    if first is None:
+        return 0.0
+    share = len(first.group()) / len(text)
+    return 0.5 + 0.5 * share if first.group() == example["answer"] else 0.1 * share

@@ -1,0 +1,179 @@
+"""SmolLM2 on Megatron, on vLLM and on Hugging Face with PEFT: one trained adapter, one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout_svc.config import RolloutConfig
+from rollout_svc.engine import EngineAdapter, Generation
+from rollout_svc.sampling import Sampling
+from rollout_svc.vllm_engine import VllmEngine
+from trainer_svc.demo import smollm2
+from trainer_svc.megatron.checkpoint import ADAPTER_DIR
+from trainer_svc.megatron.client import MegatronWorker
+from trainer_svc.megatron.protocol import Batch, Sample
+from trainer_svc.megatron.settings import TrainSettings, WorkerSettings
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+MODELS = Path(__file__).parents[2] / "models"
+DEADLINE_SECONDS = 240.0
+NUM_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Megatron in fp32 with an adapter after three updates, and that adapter on disk."""
+
+    model: Path
+    worker: MegatronWorker
+    adapter: Path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trained(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trained]:
+    model = await asyncio.to_thread(smollm2.prepare, MODELS / "smollm2")
+    checkpoint = tmp_path_factory.mktemp("parity") / "checkpoint"
+    settings = WorkerSettings(model_dir=model, dtype="float32", train=TrainSettings(lr=1e-3))
+    async with MegatronWorker(num_ranks=1, max_restarts=0) as worker:
+        await worker.wait_connected(deadline_seconds=DEADLINE_SECONDS)
+        await worker.init(settings, deadline_seconds=DEADLINE_SECONDS)
+        for _ in range(3):
+            await worker.step(_random_batch(), deadline_seconds=DEADLINE_SECONDS)
+        await worker.save(checkpoint, state={}, deadline_seconds=DEADLINE_SECONDS)
+        yield Trained(model, worker, checkpoint / ADAPTER_DIR)
+
+
+def _random_batch() -> Batch:
+    rng = random.Random(0)
+    return Batch(
+        tuple(
+            Sample(
+                prompt_ids=tuple(rng.randrange(1000) for _ in range(12)),
+                completion_ids=tuple(rng.randrange(1000) for _ in range(6)),
+                rollout_logprobs=(-6.0,) * 6,
+                advantage=(-1.0) ** i,
+            )
+            for i in range(8)
+        )
+    )
+
+
+@asynccontextmanager
+async def _engine(model: Path, *, dtype: str) -> AsyncIterator[VllmEngine]:
+    config = RolloutConfig(
+        model=model,
+        max_lora_rank=16,
+        engine={"dtype": dtype, "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True},
+    )
+    engine = await VllmEngine.start(config)
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.shutdown)
+
+
+async def _sampled(trained: Trained, *, dtype: str) -> Batch:
+    """Answers of vLLM under the adapter, at temperature 1, with vLLM's log-probabilities."""
+    tokenizer = AutoTokenizer.from_pretrained(trained.model)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"Tell me about the number {number}."}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for number in range(NUM_PROMPTS)
+    ]
+    async with _engine(trained.model, dtype=dtype) as engine:
+        adapter = EngineAdapter(1, "default@1", trained.adapter)
+        await engine.load(adapter)
+        samples = await asyncio.gather(*(_sample(engine, adapter, prompt) for prompt in prompts))
+    return Batch(tuple(samples))
+
+
+async def _sample(engine: VllmEngine, adapter: EngineAdapter, prompt: list[int]) -> Sample:
+    generation = Generation(
+        request_id=f"request-{prompt}",
+        prompt_token_ids=tuple(prompt),
+        sampling=Sampling(n=1, max_tokens=32, temperature=1.0, ignore_eos=True, seed=1),
+        adapter=adapter,
+        cache_salt="parity",
+    )
+    async with aclosing(engine.generate(generation)) as deltas:
+        found = [delta async for delta in deltas]
+    return Sample(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(token for delta in found for token in delta.token_ids),
+        rollout_logprobs=tuple(value for delta in found for value in delta.logprobs),
+        advantage=0.0,
+    )
+
+
+async def _differences(trained: Trained, batch: Batch) -> list[float]:
+    """|vLLM - Megatron| of every sampled token's log-probability."""
+    megatron = await trained.worker.logprobs(batch, deadline_seconds=DEADLINE_SECONDS)
+    return [
+        abs(ours - theirs)
+        for sample, values in zip(batch.samples, megatron, strict=True)
+        for ours, theirs in zip(values, sample.rollout_logprobs, strict=True)
+    ]
+
+
+async def test_vllm_in_float32_gives_megatrons_log_probabilities(trained: Trained) -> None:
+    differences = await _differences(trained, await _sampled(trained, dtype="float32"))
+    print(f"vLLM fp32 against Megatron fp32: max {max(differences):.2e}")
+    assert len(differences) == NUM_PROMPTS * 32
+    assert max(differences) < 1e-3
+
+
+async def test_vllm_in_bfloat16_is_near_megatron(trained: Trained) -> None:
+    differences = await _differences(trained, await _sampled(trained, dtype="bfloat16"))
+    print(f"vLLM bf16 against Megatron fp32: mean {fmean(differences):.4f}")
+    assert fmean(differences) < 0.02
+
+
+async def test_peft_over_hugging_face_gives_megatrons_log_probabilities(trained: Trained) -> None:
+    batch = _random_batch()
+    megatron = await trained.worker.logprobs(batch, deadline_seconds=DEADLINE_SECONDS)
+    base = AutoModelForCausalLM.from_pretrained(trained.model, dtype=torch.float32)
+    without = [_logprobs(base, sample) for sample in batch.samples]
+    adapted = PeftModel.from_pretrained(base, str(trained.adapter))
+    with_adapter = [_logprobs(adapted, sample) for sample in batch.samples]
+
+    torch.testing.assert_close(torch.tensor(megatron), torch.stack(with_adapter), atol=1e-4, rtol=0)
+    # Three updates moved the policy by far more than the tolerance.
+    assert (torch.stack(with_adapter) - torch.stack(without)).abs().mean() > 0.1
+
+
+@torch.no_grad()
+def _logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    tokens = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    rows = model(tokens).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+    targets = torch.tensor(sample.completion_ids)
+    return rows.gather(-1, targets[:, None])[:, 0]
+
+
+async def test_base_logits_agree_with_hugging_face(trained: Trained) -> None:
+    """A fresh adapter changes nothing, so this is the base model on both sides."""
+    settings = WorkerSettings(model_dir=trained.model, dtype="float32")
+    await trained.worker.init(settings, deadline_seconds=DEADLINE_SECONDS)
+    sample = replace(_random_batch().samples[0], advantage=0.0)
+    megatron = await trained.worker.logprobs(Batch((sample,)), deadline_seconds=DEADLINE_SECONDS)
+    base = AutoModelForCausalLM.from_pretrained(trained.model, dtype=torch.float32)
+
+    torch.testing.assert_close(
+        torch.tensor(megatron[0]), _logprobs(base, sample), atol=1e-4, rtol=0
+    )
