@@ -7,7 +7,7 @@ for every token. Here the tokens of one slot are one matrix product, and slot -1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import vllm
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
 _NO_ADAPTER = -1
+Groups: TypeAlias = "tuple[tuple[int, slice | Tensor], ...]"
+"""Slots of a batch and the rows that belong to each."""
+
 _WRITTEN_FOR = "0.32."
 """Short of a whole platform plugin vLLM has no hook for this, so it is tied to one release."""
 
@@ -25,7 +28,8 @@ _WRITTEN_FOR = "0.32."
 class GroupedLoraCPU(PunicaWrapperCPU):
     """Takes the place of `PunicaWrapperCPU` in a running engine."""
 
-    _groups: tuple[tuple[int, Any], ...]
+    _groups: Groups
+    _sampled: Groups
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
@@ -33,9 +37,8 @@ class GroupedLoraCPU(PunicaWrapperCPU):
 
     def regroup(self) -> None:
         """Note which rows of the batch belong to which slot; once a step, not once a layer."""
-        slots = self.token_lora_indices
-        used = sorted(set(slots.tolist()) - {_NO_ADAPTER})
-        self._groups = tuple((slot, _rows(slots, slot)) for slot in used)
+        self._groups = _grouped(self.token_lora_indices)
+        self._sampled = _grouped(self.sampler_indices)
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
         """y = scale * x A^T per slot; x (tokens, in), w_t_all (slots, 1, rank, in)."""
@@ -61,11 +64,31 @@ class GroupedLoraCPU(PunicaWrapperCPU):
             else:
                 y[rows, columns] = change
 
+    def add_lora_logits(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Tensor,
+        lora_b_stacked: Tensor,
+        scale: float,
+        **kwargs: Any,
+    ) -> None:
+        """y += scale * x A^T B^T for the rows that are sampled from; y (rows, vocab)."""
+        for slot, rows in self._sampled:
+            a, b = lora_a_stacked[slot, 0].float(), lora_b_stacked[slot, 0].float()
+            y[rows, : b.shape[0]] += (scale * (x[rows].float() @ a.T) @ b.T).to(y.dtype)
 
-def _rows(slots: Tensor, slot: int) -> slice | Tensor:
-    """Rows of one slot; a slice where it has all of them, which is the usual case and no copy."""
-    mine = slots == slot
-    return slice(0, len(slots)) if bool(mine.all()) else torch.nonzero(mine).squeeze(1)
+
+def _grouped(slots: Tensor) -> Groups:
+    """The slots in use and each one's rows; a slice, which copies nothing, for the only one."""
+    used = sorted(set(slots.tolist()))
+    if used == [_NO_ADAPTER] or not used:
+        return ()
+    if len(used) == 1:
+        return ((used[0], slice(0, len(slots))),)
+    return tuple(
+        (slot, torch.nonzero(slots == slot).squeeze(1)) for slot in used if slot != _NO_ADAPTER
+    )
 
 
 def install(manager: LoRAModelManager) -> bool:
@@ -75,6 +98,6 @@ def install(manager: LoRAModelManager) -> bool:
     found = [w for w in manager.punica_wrapper_mapping.values() if type(w) is PunicaWrapperCPU]
     for wrapper in found:
         wrapper.__class__ = GroupedLoraCPU
-        wrapper.indices_len[0] = wrapper.indices_len[0] or 0
+        wrapper.indices_len[:2] = (length or 0 for length in wrapper.indices_len[:2])
         wrapper.regroup()  # type: ignore[attr-defined]
     return bool(found)

@@ -28,8 +28,12 @@ def engine_config(config: RolloutConfig) -> VllmConfig:
 
 def _defaults() -> dict[str, Any]:
     """What this service would rather have than vLLM's own default."""
-    # The smallest block of the CPU's attention: a group's prompts share more of their prefix.
-    return {"block_size": 32} if current_platform.is_cpu() else {}
+    # Rounding logits to bfloat16 is most of what trainer and rollout disagree about.
+    defaults: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}}
+    if current_platform.is_cpu():
+        # The smallest block of the CPU's attention: a group's prompts share more of their prefix.
+        defaults["block_size"] = 32
+    return defaults
 
 
 def _owned(config: RolloutConfig) -> dict[str, Any]:

@@ -59,10 +59,14 @@ def hidden_states(model: GPTModel, tokens: Tensor) -> Tensor:
 
 
 def output_logits(model: GPTModel, hidden: Tensor) -> Tensor:
-    """Logits (..., vocab) of hidden states (..., hidden), over the whole vocabulary."""
+    """Logits (..., vocab) in float32 of hidden states (..., hidden), over the whole vocabulary.
+
+    The product itself is in float32: logits reach 30, where bfloat16 has steps of 1/8, and that
+    rounding is most of what trainer and rollout disagree about (arXiv 2506.13585, section 3.2).
+    """
     tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else None
-    logits: Tensor = model.output_layer(hidden, weight=weight)[0]
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    logits: Tensor = model.output_layer(hidden.float(), weight=weight.float())[0]
     return logits
 
 

@@ -112,8 +112,9 @@ def test_float32_adapters_train_on_a_bfloat16_base(tiny_dir: Path) -> None:
     model = adapted(tiny_dir, LoraSettings(rank=4), dtype=torch.bfloat16)
     fill_b(model)
     out = logits(model)
-    assert out.dtype is torch.bfloat16
-    torch.autograd.backward(out.float().square().mean())
+    assert model.decoder.layers[0].mlp.linear_fc1.base.weight.dtype is torch.bfloat16
+    assert out.dtype is torch.float32
+    torch.autograd.backward(out.square().mean())
     for parameter in trainable_parameters(model):
         assert parameter.dtype is torch.float32
         assert parameter.grad is not None
