@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import time
@@ -16,11 +17,15 @@ START_SECONDS = 120
 def refit(
     *arguments: str, settings: Mapping[str, object] | None = None, log: Path
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`refit ARGUMENTS --set …`: the process and the address it listens on."""
-    sets = [p for key, value in (settings or {}).items() for p in ("--set", f"{key}={value}")]
+    """`refit ARGUMENTS --config FILE`: the process and the address it listens on."""
+    options = []
+    if settings is not None:
+        file = log.with_suffix(".toml")
+        file.write_text(_toml(settings))
+        options = ["--config", str(file)]
     with log.open("a") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "common.cli", *arguments, *sets],
+            [sys.executable, "-m", "common.cli", *arguments, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -40,6 +45,11 @@ def refit(
         assert process.stdout is not None
         process.stdout.close()
         process.wait(timeout=60)
+
+
+def _toml(settings: Mapping[str, object]) -> str:
+    """Dotted keys and plain values; paths as text."""
+    return "".join(f"{key} = {json.dumps(value, default=str)}\n" for key, value in settings.items())
 
 
 def grpcurl(*arguments: str, timeout_seconds: float = 20) -> str:

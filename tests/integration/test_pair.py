@@ -56,7 +56,7 @@ class Pair:
 
     def settings(self, run_dir: Path, *, steps: int = STEPS) -> dict[str, object]:
         return _trainer_settings(self.model, run_dir, steps=steps) | {
-            "server.port": self.trainer.rpartition(":")[2]
+            "server.port": int(self.trainer.rpartition(":")[2])
         }
 
 
@@ -64,10 +64,10 @@ def _trainer_settings(model: Path, run_dir: Path, *, steps: int = STEPS) -> dict
     return {
         "model": model,
         "run_dir": run_dir,
-        "serve_after_run": "true",
+        "serve_after_run": True,
         "megatron.dtype": "float32",
         "lora.rank": 8,
-        "train.lr": "3e-3",
+        "train.lr": 3e-3,
         "rl.data": "trainer_svc.demo.fast_task:prompts",
         "rl.reward": "trainer_svc.demo.fast_task:reward",
         "rl.steps": steps,
@@ -93,7 +93,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         "engine.dtype": "float32",
         "engine.max_model_len": 128,
         "engine.max_num_seqs": 16,
-        "engine.enforce_eager": "true",
+        "engine.enforce_eager": True,
     }
     with refit("trainer", settings=settings, log=root / "trainer.log") as (first, trainer):
         rollout_settings["trainer_address"] = trainer

@@ -88,7 +88,7 @@ async def _engine(model: Path, *, dtype: str) -> AsyncIterator[VllmEngine]:
 
 async def _sampled(trained: Trained, *, dtype: str, temperatures: tuple[float, ...]) -> list[Batch]:
     """Answers of vLLM under the adapter, with vLLM's log-probabilities; a batch a temperature."""
-    tokenizer = AutoTokenizer.from_pretrained(trained.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(trained.model)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": f"Tell me about the number {number}."}],
@@ -168,7 +168,8 @@ async def test_vllm_in_bfloat16_is_as_near_megatron_as_bfloat16_goes(trained: Tr
 def _mean_rounding(trained: Trained, batch: Batch) -> float:
     """How far Hugging Face's bf16 is from its fp32, the last product in fp32 for both."""
     exact, rounded = (_peft(trained, dtype) for dtype in (torch.float32, torch.bfloat16))
-    head = torch.nn.Linear(*reversed(exact.lm_head.weight.shape), bias=False)
+    vocab, hidden = exact.lm_head.weight.shape
+    head = torch.nn.Linear(hidden, vocab, bias=False)
     head.weight = exact.lm_head.weight
     rounded.base_model.model.lm_head = head
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
@@ -197,7 +198,8 @@ async def test_peft_over_hugging_face_gives_megatrons_log_probabilities(trained:
 @torch.no_grad()
 def _logprobs(model: Any, sample: Sample) -> torch.Tensor:
     tokens = torch.tensor([sample.prompt_ids + sample.completion_ids])
-    rows = model(tokens).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+    logits: torch.Tensor = model(tokens).logits[0, len(sample.prompt_ids) - 1 : -1]
+    rows = logits.log_softmax(-1)
     targets = torch.tensor(sample.completion_ids)
     return rows.gather(-1, targets[:, None])[:, 0]
 
