@@ -56,6 +56,16 @@ class RolloutConfig(Config):
     """Passed on to vLLM's AsyncEngineArgs, by its own names, e.g. {"max_model_len": 2048}."""
 
     @model_validator(mode="after")
+    def _trainer_can_call_back(self) -> RolloutConfig:
+        every_interface = self.host in ("0.0.0.0", "::", "[::]")
+        if self.trainer_address and every_interface and not self.advertised_address:
+            raise ValueError(
+                f"advertised_address: empty while host is {self.host}; give the host:port at which "
+                "the trainer reaches this replica"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_slot_stays_free(self) -> RolloutConfig:
         if self.keep_versions >= self.max_loras:
             raise ValueError(

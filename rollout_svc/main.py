@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import uuid
 
 import uvloop
@@ -12,6 +11,7 @@ from common.model_dir import base_model
 from common.tasks import stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.replica import Replica
+from rollout_svc.staging import staging_folder
 from rollout_svc.vllm_environment import set_engine_defaults
 
 
@@ -28,20 +28,17 @@ async def serve(config: RolloutConfig) -> None:
         ConfigError: the model, the address or an engine argument cannot be used.
         EngineDead: the engine's process ended.
     """
+    stop = stop_requested()
     base = base_model(config.model)
     replica_id = uuid.uuid4().hex
-    staging = config.staging_dir / replica_id
-    staging.mkdir(parents=True)
-    engine = None
-    try:
+    with staging_folder(config.staging_dir, replica_id) as staging:
         set_engine_defaults()
         from rollout_svc.vllm_engine import VllmEngine
 
         # Before the server, because gRPC must not be running when a process is started.
         engine = await VllmEngine.start(config)
-        replica = Replica(config, engine, base=base, replica_id=replica_id, staging=staging)
-        await replica.serve(stop_requested())
-    finally:
-        if engine is not None:
+        try:
+            replica = Replica(config, engine, base=base, replica_id=replica_id, staging=staging)
+            await replica.serve(stop)
+        finally:
             await asyncio.to_thread(engine.shutdown)
-        shutil.rmtree(staging, ignore_errors=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from refit.v1 import trainer_pb2
 
 from common.errors import NoRun
+from trainer_svc.metrics import StepGauges
 
 _ENDED = (trainer_pb2.RUN_STATE_FINISHED, trainer_pb2.RUN_STATE_FAILED)
 
@@ -22,6 +23,7 @@ class RunControl:
         self.step = 0
         self.state = trainer_pb2.RUN_STATE_STARTING
         self.metrics: dict[str, float] = {}
+        self.gauges = StepGauges()
         self.message = ""
         self.stopping = False
         self._wishes: list[asyncio.Future[tuple[Path, int]]] = []
@@ -52,6 +54,7 @@ class RunControl:
     ) -> None:
         """Called by the loop between steps; saves when it is time to, or when somebody asked."""
         self.step, self.metrics = step, metrics
+        self.gauges.show(metrics)
         wishes, self._wishes = self._wishes, []
         if due or wishes:
             path = await save()

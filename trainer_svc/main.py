@@ -51,7 +51,7 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
             num_ranks=config.megatron.num_ranks, max_restarts=config.megatron.max_restarts
         ) as worker,
     ):
-        with contextlib.closing(Records(run_dir.path)) as records:
+        with contextlib.closing(run_dir), contextlib.closing(Records(run_dir.path)) as records:
             parts = Parts(
                 run_dir=run_dir,
                 node=node,

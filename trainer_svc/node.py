@@ -66,7 +66,9 @@ async def serve_node(
         services=SERVICES,
     )
     if settings.metrics_port is not None:
-        prometheus_client.start_http_server(settings.metrics_port)
+        prometheus_client.start_http_server(
+            settings.metrics_port, addr=settings.host, registry=control.gauges.registry
+        )
     print(f"trainer listening on {server.address}", flush=True)
     try:
         yield Node(base, control, publisher, fleet, server)

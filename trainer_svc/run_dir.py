@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
 from pathlib import Path
+from typing import IO
 
 from common.errors import ConfigError
 
 _BOOKS = "run.json"
 _CHECKPOINTS = "checkpoints"
+_LOCK = ".lock"
 
 
 class RunDir:
-    """Open with `create` for a new run and with `resume` to go on with an old one."""
+    """Open with `create` for a new run and with `resume` to go on with an old one.
+
+    Either raises `ConfigError` while another trainer has the directory open.
+    """
 
     def __init__(self, path: Path, *, run_id: str, last_version: int) -> None:
         self.path = path
         self.run_id = run_id
         self._last_version = last_version
+        self._lock = _locked(path)
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
-        """Raises `ConfigError` when a run lives there already."""
+        """Raises `ConfigError` when a run, which begins with its first version, lives there."""
         if (path / _BOOKS).exists():
             raise ConfigError(
                 f"run_dir: {path} holds a run; continue it with --resume or choose another"
             )
         path.mkdir(parents=True, exist_ok=True)
-        run = cls(path, run_id=uuid.uuid4().hex[:12], last_version=0)
-        run._write()
-        return run
+        return cls(path, run_id=uuid.uuid4().hex[:12], last_version=0)
 
     @classmethod
     def resume(cls, path: Path) -> RunDir:
@@ -41,6 +46,10 @@ class RunDir:
         except FileNotFoundError as error:
             raise ConfigError(f"run_dir: {path} holds no run to --resume") from error
         return cls(path, run_id=books["run_id"], last_version=books["last_version"])
+
+    def close(self) -> None:
+        """Let others open it."""
+        self._lock.close()
 
     def spend_version(self) -> int:
         """The next version number, written down before anyone can see it.
@@ -66,3 +75,16 @@ class RunDir:
         temporary = self.path / f"{_BOOKS}.new"
         temporary.write_text(text)
         os.replace(temporary, self.path / _BOOKS)
+
+
+def _locked(path: Path) -> IO[str]:
+    """The directory's lock, which goes with the process."""
+    lock = (path / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ConfigError(
+            f"run_dir: {path} is in use by a running trainer; stop it or choose another"
+        ) from error
+    return lock

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 from refit.v1 import rollout_pb2
 
-from common.errors import CorruptUpdate, Unavailable, WaitExpired
+from common.errors import CorruptUpdate, InvalidField, Unavailable, WaitExpired
 from common.wire import ref_from_proto
 from trainer_svc.fleet import Fleet, Replica
 
@@ -67,7 +67,7 @@ class Sampler:
 
         Raises:
             WaitExpired: no replica answered in time.
-            grpc.aio.AioRpcError: the request itself was refused.
+            InvalidField: the request itself was refused, and would be everywhere.
         """
         avoid: frozenset[str] = frozenset()
         deadline = asyncio.get_running_loop().time() + timeout_seconds
@@ -81,7 +81,10 @@ class Sampler:
                     return await self._generate(replica, prompt_ids, version, timeout_seconds=left)
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in _RETRYABLE:
-                        raise
+                        raise InvalidField(
+                            f"generate: replica {replica.id} refused the request: "
+                            f"{error.code().name} {error.details()}"
+                        ) from error
                     log.warning("replica %s failed a group: %s", replica.id, error.details())
                 except Unavailable as error:
                     log.warning("replica %s: %s", replica.id, error)

@@ -24,6 +24,7 @@ async def test_a_wish_is_answered_after_the_step_with_its_checkpoint() -> None:
 
     assert await wish == (Path("checkpoint"), 3)
     assert (control.step, control.metrics) == (3, {"reward_mean": 0.5})
+    assert control.gauges.registry.get_sample_value("refit_trainer_reward_mean") == 0.5
 
 
 async def test_nothing_is_saved_unless_due_or_wished() -> None:

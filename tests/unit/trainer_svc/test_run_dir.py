@@ -13,6 +13,7 @@ from trainer_svc.run_dir import RunDir
 def test_a_resumed_run_keeps_its_id_and_never_uses_a_version_twice(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
     assert [run.spend_version(), run.spend_version()] == [1, 2]
+    run.close()
 
     resumed = RunDir.resume(tmp_path / "run")
 
@@ -25,10 +26,24 @@ def test_two_runs_have_two_ids(tmp_path: Path) -> None:
 
 
 def test_a_new_run_never_lands_on_an_old_one(tmp_path: Path) -> None:
-    RunDir.create(tmp_path)
+    RunDir.create(tmp_path).spend_version()
 
     with pytest.raises(ConfigError, match="--resume"):
         RunDir.create(tmp_path)
+
+
+def test_a_start_that_failed_before_its_first_version_leaves_no_run(tmp_path: Path) -> None:
+    RunDir.create(tmp_path).close()
+
+    assert RunDir.create(tmp_path).spend_version() == 1
+
+
+def test_two_trainers_never_share_a_directory(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path)
+    run.spend_version()
+
+    with pytest.raises(ConfigError, match="in use by a running trainer"):
+        RunDir.resume(tmp_path)
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
