@@ -53,7 +53,11 @@ class RolloutConfig(Config):
     """Largest adapter that is accepted, in bytes."""
 
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Passed on to vLLM's AsyncEngineArgs, by its own names, e.g. {"max_model_len": 2048}."""
+    """Passed on to vLLM's AsyncEngineArgs, by its own names, e.g. {"max_model_len": 2048}.
+
+    Two defaults differ from vLLM's: `hf_overrides = {head_dtype = "float32"}`, which keeps logits
+    from being rounded, and on a CPU `block_size = 32`.
+    """
 
     @model_validator(mode="after")
     def _trainer_can_call_back(self) -> RolloutConfig:

@@ -11,7 +11,9 @@ from refit.v1 import adapter_pb2, adapter_pb2_grpc
 from common.adapter import AdapterRef, Manifest
 from common.errors import Incompatible
 from common.grpc_server import Context
-from common.wire import CHUNK_BYTES, crc32c, manifest_to_proto, ref_to_proto
+from common.wire import CHUNK_BYTES
+from trainer_svc import publisher
+from trainer_svc.publisher import PublishedVersion
 
 Event = adapter_pb2.AdapterUpdateResponse
 
@@ -19,14 +21,9 @@ Event = adapter_pb2.AdapterUpdateResponse
 def update_events(
     ref: AdapterRef, manifest: Manifest, buffer: memoryview, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Event]:
-    """One whole update."""
-    yield Event(manifest=manifest_to_proto(ref, manifest))
-    for offset in range(0, len(buffer), chunk_bytes):
-        data = bytes(buffer[offset : offset + chunk_bytes])
-        yield Event(
-            chunk=adapter_pb2.AdapterChunk(offset_bytes=offset, data=data, crc32c=crc32c(data))
-        )
-    yield Event(commit=adapter_pb2.AdapterCommit(ref=ref_to_proto(ref)))
+    """One whole update, as the real trainer sends it."""
+    version = PublishedVersion(ref, manifest, buffer)
+    return publisher.update_events(version, chunk_bytes=chunk_bytes)
 
 
 @dataclass(slots=True)
