@@ -85,10 +85,16 @@ def _add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("demo", help="GRPO on a small task: both services, end to end")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps")
     parser.add_argument("--fast", action="store_true", help="a tiny random model, about a minute")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (runs/demo)")
     parser.set_defaults(run=_demo)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a whole number from 1 on")
+    return int(text)
 
 
 def _overrides(pairs: Sequence[str]) -> dict[str, str]:

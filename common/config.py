@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import tomllib
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import pydantic
 from common.errors import ConfigError
 
 ENV_PREFIX = "REFIT_"
+_TYPO_RATIO = 0.7
 
 
 class Config(pydantic.BaseModel):
@@ -60,27 +62,61 @@ def validate_config(model: type[ConfigT], values: Mapping[str, Any], *, source: 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"--config: {path} does not exist") from error
+        raise ConfigError(f"--config: {path} does not exist; give a TOML file") from error
+    except OSError as error:
+        raise ConfigError(f"--config: {path}: {error.strerror}; give a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
 def _from_environment(model: type[Config]) -> dict[str, str]:
-    """Variables whose first part is a key of this model; the others are another service's."""
-    found = {
-        name.removeprefix(ENV_PREFIX).lower().replace("__", "."): value
-        for name, value in os.environ.items()
-        if name.startswith(ENV_PREFIX)
-    }
-    return {key: value for key, value in found.items() if key.split(".")[0] in model.model_fields}
+    """Variables whose first part is a key of this model; the others are another service's.
+
+    Raises:
+        ConfigError: a first part is nearly, but not quite, the name of a section of this model.
+    """
+    found: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if not name.startswith(ENV_PREFIX):
+            continue
+        first, *rest = name.removeprefix(ENV_PREFIX).lower().split("__")
+        if first in model.model_fields:
+            found[".".join([first, *rest])] = value
+        elif rest:
+            _refuse_near_miss(model, name, first)
+    return found
+
+
+def _refuse_near_miss(model: type[Config], variable: str, first: str) -> None:
+    near = difflib.get_close_matches(first, _sections(model), n=1, cutoff=_TYPO_RATIO)
+    if near:
+        right = ENV_PREFIX + near[0].upper() + variable[len(ENV_PREFIX) + len(first) :]
+        raise ConfigError(f"{variable}: unknown section {first!r}; did you mean {right}?")
+
+
+def _sections(model: type[Config]) -> list[str]:
+    """Keys that have keys of their own."""
+    return [
+        name
+        for name, field in model.model_fields.items()
+        if typing.get_origin(field.annotation) is dict
+        or (isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel))
+    ]
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
-    for parent in parents:
+    for depth, parent in enumerate(parents, 1):
         values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            section = ".".join(parents[:depth])
+            raise ConfigError(
+                f"{key}: {section} is set to {values!r}, no section; drop one of them"
+            )
     values[last] = value
 
 
@@ -127,9 +163,13 @@ def _toml_table(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     for key, value in values.items():
         if key not in tables:
-            # JSON's scalars and arrays are TOML's as well.
-            yield f"{key} = {json.dumps(value)}\n"
+            yield f"{key} = {_toml_value(value)}\n"
     for key, table in tables.items():
         name = f"{prefix}{key}"
         yield f"\n[{name}]\n"
         yield from _toml_table(table, f"{name}.")
+
+
+def _toml_value(value: Any) -> str:
+    """JSON's scalars and arrays are TOML's as well, but for surrogate pairs and a bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -80,3 +80,7 @@ class Unavailable(RefitError):
 
 class WorkerLost(Unavailable):
     """The Megatron ranks ended while a command was running or waiting."""
+
+
+class WorkerGone(WorkerLost):
+    """They ended for good: no restart is left."""

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import mmap
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, TensorSpec, plan, seal
-from common.errors import ConfigError, StagingFull
+from common.adapter import LoraConfig, Manifest
+from common.errors import StagingFull
+from common.peft_reader import (
+    BASE_CHANGING_INITS,
+    CONFIG_FILE,
+    HEADER_LENGTH_BYTES,
+    WEIGHTS_FILE,
+    PeftAdapter,
+    read_peft_dir,
+)
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_HEADER_LENGTH_BYTES = 8
+__all__ = [
+    "BASE_CHANGING_INITS",
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "PeftAdapter",
+    "PeftWriter",
+    "peft_config",
+    "read_peft_dir",
+    "write_peft_dir",
+]
 
 
 class PeftWriter:
@@ -102,7 +115,7 @@ def _header(manifest: Manifest) -> bytes:
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(_HEADER_LENGTH_BYTES, "little") + text
+    return len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text
 
 
 def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
@@ -127,106 +140,9 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
 def write_peft_dir(
     path: Path, manifest: Manifest, buffer: memoryview, *, base_model: str = ""
 ) -> Path:
-    """Write one finished adapter; `buffer` is its flat buffer."""
-    writer = PeftWriter(path, manifest, base_model=base_model)
+    """Write one finished adapter, which appears under `path` whole; `buffer` is its flat buffer."""
+    partial = path.with_name(f".{path.name}.partial")
+    writer = PeftWriter(partial, manifest, base_model=base_model)
     writer.buffer[:] = buffer
-    return writer.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class PeftAdapter:
-    """A PEFT directory's content: `manifest` describes the flat `buffer`."""
-
-    manifest: Manifest
-    buffer: memoryview
-
-
-def read_peft_dir(path: Path, *, base_fingerprint: str) -> PeftAdapter:
-    """Read an adapter in the order of its file, tensors with equal bytes as aliases.
-
-    Raises:
-        ConfigError: a file is missing or malformed, or the adapter is of a kind that vLLM's LoRA
-            slots cannot serve.
-    """
-    lora = _read_config(path / CONFIG_FILE)
-    header, data = _read_safetensors(path / WEIGHTS_FILE)
-    first_with: dict[tuple[str, tuple[int, ...], bytes], str] = {}
-    sources: dict[str, memoryview] = {}
-    entries: list[TensorEntry] = []
-    for name, item in header.items():
-        start, end = item["data_offsets"]
-        sources[name] = data[start:end]
-        key = (item["dtype"], tuple(item["shape"]), sources[name].tobytes())
-        alias_of = first_with.setdefault(key, name)
-        entries.append(_entry(path, name, item, "" if alias_of == name else alias_of))
-    specs = plan(entries)
-    return _pack(base_fingerprint, lora, specs, sources)
-
-
-def _pack(
-    base_fingerprint: str,
-    lora: LoraConfig,
-    specs: tuple[TensorSpec, ...],
-    sources: dict[str, memoryview],
-) -> PeftAdapter:
-    buffer = memoryview(bytearray(Manifest(base_fingerprint, lora, specs).total_bytes))
-    for spec in specs:
-        if not spec.alias_of:
-            buffer[spec.offset_bytes : spec.end_bytes] = sources[spec.name]
-    return PeftAdapter(Manifest(base_fingerprint, lora, seal(specs, buffer)), buffer.toreadonly())
-
-
-def _entry(path: Path, name: str, item: dict[str, Any], alias_of: str) -> TensorEntry:
-    layout = next((part for part in Layout if f".{part.value}." in name), None)
-    if layout is None or len(item["shape"]) != 2:
-        raise ConfigError(
-            f"{path / WEIGHTS_FILE}: tensor {name!r} {item['shape']} is no LoRA factor; "
-            "only two-dimensional lora_A and lora_B can be served"
-        )
-    try:
-        dtype = Dtype(item["dtype"])
-    except ValueError as error:
-        known = ", ".join(part.value for part in Dtype)
-        raise ConfigError(
-            f"{path / WEIGHTS_FILE}: tensor {name!r} has dtype {item['dtype']}; use {known}"
-        ) from error
-    return TensorEntry(name, dtype, tuple(item["shape"]), layout, alias_of)
-
-
-def _read_config(path: Path) -> LoraConfig:
-    config = json.loads(_read(path))
-    for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
-        if config.get(key):
-            raise ConfigError(f"{path}: {key} = {config[key]!r} cannot be served; remove it")
-    if config.get("bias", "none") != "none":
-        raise ConfigError(f"{path}: bias = {config['bias']!r} cannot be served; use 'none'")
-    rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"{path}: r = {rank!r}; a LoRA rank is a whole number of at least 1")
-    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ConfigError(f"{path}: lora_alpha = {alpha!r}; it must be above 0")
-    if not isinstance(targets, list) or not targets:
-        raise ConfigError(f"{path}: target_modules = {targets!r}; give the list of projections")
-    return LoraConfig(rank, alpha, tuple(sorted(targets)), bool(config.get("use_rslora", False)))
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], memoryview]:
-    content = memoryview(_read(path))
-    header_bytes = int.from_bytes(content[:_HEADER_LENGTH_BYTES], "little")
-    data_start = _HEADER_LENGTH_BYTES + header_bytes
-    try:
-        header = json.loads(bytes(content[_HEADER_LENGTH_BYTES:data_start]))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a safetensors file, or cut short") from error
-    header.pop("__metadata__", None)
-    data = content[data_start:]
-    if max((item["data_offsets"][1] for item in header.values()), default=-1) != len(data):
-        raise ConfigError(f"{path}: {len(data)} bytes of data are not what its header says")
-    return header, data
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file; give a PEFT adapter directory") from error
+    writer.finish()
+    return partial.rename(path)

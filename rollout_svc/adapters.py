@@ -20,12 +20,16 @@ _NAMED_TENSORS = 3
 
 @dataclass(slots=True, eq=False)
 class LiveAdapter:
-    """A loaded version. Once `retired` no new request finds it; it goes with its last pin."""
+    """A loaded version. Once `retired` no new request finds it; it goes with its last pin.
+
+    A `superseded` one answers until its adapter has another version.
+    """
 
     ref: AdapterRef
     loaded: EngineAdapter
     pins: int = 0
     retired: bool = False
+    superseded: bool = False
 
 
 @dataclass(slots=True)
@@ -78,7 +82,8 @@ class AdapterRegistry:
             raise
 
     async def _commit(self, ref: AdapterRef, path: Path) -> list[BoundReport]:
-        if self._is_served(ref):
+        if served := self._served(ref):
+            served.superseded = False
             await asyncio.to_thread(_remove, path)
             return []
         await self._wait(self._has_free_slot, self.slot_wait_seconds, self._slots_are_taken)
@@ -96,7 +101,7 @@ class AdapterRegistry:
         await self._notify()
         return reports
 
-    def _is_served(self, ref: AdapterRef) -> bool:
+    def _served(self, ref: AdapterRef) -> LiveAdapter | None:
         for live in self._live:
             known = live.ref
             if _same_version(known, ref) and known.digest != ref.digest:
@@ -105,25 +110,35 @@ class AdapterRegistry:
                     "publish other bytes as a new version"
                 )
             if known == ref and not live.retired:
-                return True
-        return False
+                return live
+        return None
 
     def _retain(self, newest: AdapterRef) -> None:
-        """Retire what is above the limit, by adapter and then by slots; never the newest."""
-        same = [live for live in self._current() if live.ref.adapter == newest.adapter]
-        for live in same[: -self.keep_versions]:
+        """Retire the superseded and what is above a limit, of versions or slots; never `newest`."""
+        for live in self._versions(newest.adapter):
+            live.retired = live.superseded
+        for live in self._versions(newest.adapter)[: -self.keep_versions]:
             live.retired = True
-        for live in self._current()[: -(self.slots - 1)]:
+        by_worth = sorted(self._current(), key=lambda live: not live.superseded)
+        for live in by_worth[: -(self.slots - 1)]:
             live.retired = True
 
     def _current(self) -> list[LiveAdapter]:
         return [live for live in self._live if not live.retired]
 
+    def _versions(self, adapter: str) -> list[LiveAdapter]:
+        return [live for live in self._current() if live.ref.adapter == adapter]
+
     async def retire(self, ref: AdapterRef) -> None:
-        """No new request may ask for `ref` from here on; without effect when it is unknown."""
-        for live in self._live:
+        """No new request may ask for `ref` from here on; without effect when it is unknown.
+
+        The last version of an adapter goes only when another is committed: the one that was to
+        replace it may be refused, and the replica would answer nobody.
+        """
+        for live in self._current():
             if live.ref == ref:
-                live.retired = True
+                live.superseded = True
+                live.retired = len(self._versions(ref.adapter)) > 1
         await self._notify()
 
     @asynccontextmanager

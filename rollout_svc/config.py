@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from common.config import Config
+
+
+def _default_staging_dir() -> Path:
+    return Path(f"/dev/shm/refit-{os.getuid()}")
 
 
 class RolloutConfig(Config):
@@ -28,8 +33,11 @@ class RolloutConfig(Config):
     trainer_address: str = ""
     """host:port of the trainer to follow; empty serves the base model alone."""
 
-    staging_dir: Path = Path("/dev/shm/refit")
-    """Memory-backed directory for received adapters; each replica makes its own folder in it."""
+    staging_dir: Path = Field(default_factory=_default_staging_dir)
+    """Memory-backed directory for received adapters; each replica makes its own folder in it.
+
+    Unset: /dev/shm/refit-UID, with the number of the user, for no other can write to it.
+    """
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; unset: none is served."""

@@ -102,10 +102,14 @@ class Engine(Protocol):
         """Fixed from the start on."""
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenize; raises `InvalidField` without a tokenizer."""
+        """Tokenize, in any thread; raises `InvalidField` without a tokenizer."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Render by the model's chat template; raises `InvalidField` where it has none."""
+        """Render by the model's chat template, in any thread.
+
+        Raises:
+            InvalidField: there is no template, or it refuses these messages.
+        """
 
     async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
         """Load on every rank and say what was bound there; the caller unloads what it refuses."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import uvloop
 
@@ -14,9 +18,14 @@ from rollout_svc.replica import Replica
 from rollout_svc.staging import staging_folder
 from rollout_svc.vllm_environment import set_engine_defaults
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def main(config: RolloutConfig) -> int:
-    """Serve until SIGTERM or SIGINT; 0 then. Raises what `serve` does."""
+    """Serve until SIGTERM or SIGINT; 0 then. Raises what `serve` does.
+
+    While the engine starts, either ends the process by `SystemExit(0)`.
+    """
     uvloop.run(serve(config))
     return 0
 
@@ -33,12 +42,31 @@ async def serve(config: RolloutConfig) -> None:
     replica_id = uuid.uuid4().hex
     with staging_folder(config.staging_dir, replica_id) as staging:
         set_engine_defaults()
-        from rollout_svc.vllm_engine import VllmEngine
-
         # Before the server, because gRPC must not be running when a process is started.
-        engine = await VllmEngine.start(config)
+        with _exit_on_signal():
+            from rollout_svc.vllm_engine import VllmEngine
+
+            engine = await VllmEngine.start(config)
         try:
             replica = Replica(config, engine, base=base, replica_id=replica_id, staging=staging)
             await replica.serve(stop)
         finally:
             await asyncio.to_thread(engine.shutdown)
+
+
+@contextmanager
+def _exit_on_signal() -> Iterator[None]:
+    """SIGTERM and SIGINT raise here: vLLM holds the event loop while it starts."""
+    previous = {number: signal.signal(number, _exit) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _exit(_number: int, _frame: FrameType | None) -> None:
+    # A second signal must not cut the clean-up short.
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)

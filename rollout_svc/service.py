@@ -47,7 +47,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         sampling = sampling_from_proto(request.sampling, n=request.n)
         selector = selector_from_proto(request.adapter)
-        prompt = prompt_token_ids(request, self.engine)
+        prompt = await prompt_token_ids(request, self.engine)
         request_id = request.request_id or uuid.uuid4().hex
         remaining = context.time_remaining()
         wait_seconds = _LONGEST_WAIT_SECONDS if remaining is None else remaining

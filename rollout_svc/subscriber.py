@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 from refit.v1 import adapter_pb2, adapter_pb2_grpc
 
-from common.errors import CorruptUpdate, RefitError
+from common.errors import CorruptUpdate, InvalidField, RefitError
 from common.grpc_server import connect
 from rollout_svc.updates import UpdateApplier
 
@@ -91,7 +91,7 @@ class Subscriber:
                 self._log_refusal(error)
                 return _REFUSED_DELAY_SECONDS
             log.warning("trainer %s: %s %s", self._address, error.code().name, error.details())
-        except (CorruptUpdate, TrainerSilent) as error:
+        except (CorruptUpdate, InvalidField, TrainerSilent) as error:
             log.warning("trainer %s: %s", self._address, error)
         finally:
             applier.abandon()
@@ -102,12 +102,13 @@ class Subscriber:
         call = self._stub.AdapterUpdate(self._subscription())
         try:
             while (event := await _next(call, silence_seconds)) is not None:
+                if event.WhichOneof("event") != "heartbeat":
+                    await applier.apply(event)
+                elif event.heartbeat.interval_seconds > 0:
+                    silence_seconds = _SILENT_INTERVALS * event.heartbeat.interval_seconds
+                # Not before: an event that cannot be applied must not come again at once.
                 self._back_off.reset()
                 self._last_refusal = ""
-                if event.WhichOneof("event") == "heartbeat":
-                    silence_seconds = _SILENT_INTERVALS * event.heartbeat.interval_seconds
-                else:
-                    await applier.apply(event)
         finally:
             call.cancel()
 

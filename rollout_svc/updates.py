@@ -40,7 +40,12 @@ class UpdateApplier:
     _directories: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     async def apply(self, event: adapter_pb2.AdapterUpdateResponse) -> None:
-        """Raises `CorruptUpdate` where the events come out of order."""
+        """Take the next event.
+
+        Raises:
+            CorruptUpdate: the events come out of order.
+            InvalidField: what is to be retired has no sound name.
+        """
         match event.WhichOneof("event"):
             case "manifest":
                 await self._begin(event.manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -15,11 +16,13 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from common.adapter import Dtype
 from common.errors import InvalidField, Unavailable
+from rollout_svc.chat import chat_token_ids
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import (
     BoundReport,
@@ -59,7 +62,7 @@ class VllmEngine:
         """
         if current_platform.is_cpu():
             set_cpu_defaults()
-        llm = AsyncLLM.from_vllm_config(engine_config(config), disable_log_stats=True)
+        llm = _start_llm(config)
         try:
             modules = (await _rpc(llm.collective_rpc("refit_prepare")))[0]
         except BaseException:
@@ -79,13 +82,7 @@ class VllmEngine:
         return list(self._tokenizer("text").encode(text))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        tokenizer = self._tokenizer("chat")
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidField("chat: this model has no chat template; send text or token_ids")
-        turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-        return list(
-            tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        )
+        return chat_token_ids(self._tokenizer("chat"), messages)
 
     def _tokenizer(self, field: str) -> Any:
         if self._llm.tokenizer is None:
@@ -140,6 +137,19 @@ class VllmEngine:
         self._llm.shutdown()
         # Its finalizer would otherwise run with the interpreter half gone, and fail aloud.
         del self._llm
+
+
+def _start_llm(config: RolloutConfig) -> AsyncLLM:
+    """Leaves no process behind when it fails, or a signal's handler raises in it."""
+    try:
+        return AsyncLLM.from_vllm_config(engine_config(config), disable_log_stats=True)
+    except BaseException:
+        # Those that vLLM had not yet put down as its own when it was interrupted.
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                kill_process_tree(child.pid)
+            child.join()
+        raise
 
 
 @asynccontextmanager

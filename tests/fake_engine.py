@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,8 @@ from rollout_svc.engine import (
 class FakeEngine:
     """Holds adapters like an engine with `slots` slots, and answers each prompt with its own ids.
 
-    A generation gives one token a step; with `gate` cleared it stops before each.
+    A generation gives one token a step; with `gate` cleared it stops before each. With
+    `may_encode` cleared a text waits in its thread.
     """
 
     slots: int = 3
@@ -32,12 +34,14 @@ class FakeEngine:
         default_factory=lambda: [BoundReport(stage=0, bound_modules=2, unbound=(), error="")]
     )
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    may_encode: threading.Event = field(default_factory=threading.Event)
     paused: bool = False
     running: set[str] = field(default_factory=set)
     salts: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.may_encode.set()
 
     @property
     def version(self) -> str:
@@ -55,6 +59,7 @@ class FakeEngine:
         )
 
     def encode_text(self, text: str) -> list[int]:
+        assert self.may_encode.wait(timeout=5)
         return list(text.encode())
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -31,14 +31,15 @@ class RlSettings(Config):
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer computes its log-probabilities at the same one."""
+    temperature: float = Field(default=1.0, ge=0.01, le=2.0)
+    """Sampling temperature; the trainer computes its log-probabilities at the same one. vLLM takes
+    no higher one, and rounds lower ones up."""
 
     normalise_advantages: bool = True
     """Divide by the group's standard deviation (GRPO), or not (Dr. GRPO)."""
 
     seed: int = 0
-    """Seeds data, sampling and adapter initialisation."""
+    """Seeds data, adapter initialisation and dropout; the fleet's sampling is not seeded."""
 
     checkpoint_every_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always writes one."""
@@ -49,8 +50,14 @@ class RlSettings(Config):
     replica_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a version may take to be served by `min_replicas`."""
 
+    straggler_seconds: float = Field(default=10.0, ge=0)
+    """How long a step then still waits for the other replicas to serve it."""
+
     generate_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long one group may take, retries on other replicas included."""
+
+    stop_grace_seconds: float = Field(default=20.0, ge=0)
+    """How long the running step may go on after SIGTERM, to end with a checkpoint."""
 
 
 class MegatronSettings(Config):

@@ -39,11 +39,15 @@ class Replica:
     address: str
     channel: grpc.aio.Channel
     stub: rollout_pb2_grpc.RolloutServiceStub
+    wanted: frozenset[str]
     committed: dict[tuple[str, int], AdapterRef] = field(default_factory=dict)
     timings: adapter_pb2.UpdateTimings = field(default_factory=adapter_pb2.UpdateTimings)
     outstanding: int = 0
     refused: tuple[str, int] | None = None
     refusal: str = ""
+
+    def wants(self, adapter: str) -> bool:
+        return not self.wanted or adapter in self.wanted
 
     def serves(self, adapter: str, version: int) -> bool:
         return any(name == adapter and found >= version for name, found in self.committed)
@@ -83,6 +87,7 @@ class Fleet:
             request.advertised_address,
             channel,
             rollout_pb2_grpc.RolloutServiceStub(channel),
+            frozenset(request.adapters),
         )
         for ref in map(ref_from_proto, request.held):
             if ref in self._published():
@@ -145,6 +150,7 @@ class Fleet:
 
         Raises:
             ReplicaNotFound: it has no open subscription.
+            InvalidField: it committed what was never published.
             CorruptUpdate: it committed other bytes than were published.
         """
         replica = self._replicas.get(request.replica_id)
@@ -164,37 +170,51 @@ class Fleet:
         self, replica: Replica, ref: AdapterRef, timings: adapter_pb2.UpdateTimings
     ) -> None:
         published = {(kept.adapter, kept.version): kept for kept in self._published()}
+        newest = max((v for name, v in published if name == ref.adapter), default=0)
         expected = published.get((ref.adapter, ref.version))
+        if expected is None and ref.version > newest:
+            raise InvalidField(f"ref: {ref} was never published; report what this trainer sent")
         if expected is not None and expected != ref:
             replica.refused = ref.adapter, ref.version
             replica.refusal = f"committed {ref}, published was {expected}"
             raise CorruptUpdate(replica.refusal)
         replica.refused, replica.refusal = None, ""
         replica.timings = timings
-        kept = {key: held for key, held in replica.committed.items() if key in published}
-        replica.committed = {**kept, (ref.adapter, ref.version): ref}
+        held = {**replica.committed, (ref.adapter, ref.version): ref}
+        # What was retired meanwhile no longer counts.
+        replica.committed = {key: r for key, r in held.items() if key in published}
 
     async def wait_for(
-        self, adapter: str, version: int, *, replicas: int, timeout_seconds: float
+        self,
+        adapter: str,
+        version: int,
+        *,
+        replicas: int,
+        timeout_seconds: float,
+        straggler_seconds: float,
     ) -> list[Replica]:
-        """Wait until so many replicas serve the version, and until none is still on its way.
+        """Wait until so many replicas serve the version, then a little for the others.
 
-        A replica that refused the version, or left, is not waited for.
+        A replica that refused the version, never wanted the adapter, or left, is not waited for.
 
         Raises:
             WaitExpired: fewer have it when the time is over; each one's state is named.
         """
 
-        def settled() -> bool:
-            ready = [r for r in self.replicas if r.serves(adapter, version)]
-            refused = [r for r in self.replicas if r.refused == (adapter, version)]
-            return len(ready) >= replicas and len(ready) + len(refused) == len(self.replicas)
+        def enough() -> bool:
+            return len(self._ready(adapter, version)) >= replicas
 
-        await self._changed.wait_until(settled, timeout_seconds=timeout_seconds)
-        ready = self._ready(adapter, version)
-        if len(ready) < replicas:
+        def settled() -> bool:
+            ready = self._ready(adapter, version)
+            return all(
+                r in ready or r.refused == (adapter, version) or not r.wants(adapter)
+                for r in self.replicas
+            )
+
+        if not await self._changed.wait_until(enough, timeout_seconds=timeout_seconds):
             raise WaitExpired(self._why_not(adapter, version, replicas))
-        return ready
+        await self._changed.wait_until(settled, timeout_seconds=straggler_seconds)
+        return self._ready(adapter, version)
 
     def _ready(self, adapter: str, version: int) -> list[Replica]:
         return [replica for replica in self.replicas if replica.serves(adapter, version)]

@@ -11,7 +11,6 @@ from pathlib import Path
 import uvloop
 
 from common.config import dump_toml
-from common.errors import RefitError
 from common.model_dir import base_model
 from common.tasks import cancel, first_of, stop_requested
 from trainer_svc.config import TrainerConfig
@@ -22,7 +21,7 @@ from trainer_svc.rl.data import load_examples, load_function, skip
 from trainer_svc.rl.loop import GrpoLoop, Parts
 from trainer_svc.rl.prompts import PromptEncoder
 from trainer_svc.rl.records import Records
-from trainer_svc.run_dir import RunDir
+from trainer_svc.run_dir import ADAPTER_DIR, RunDir
 from trainer_svc.sources import MegatronSource
 
 log = logging.getLogger(__name__)
@@ -40,10 +39,10 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
     stop = stop_requested()
     base = base_model(config.model)
     reward = load_function(config.rl.reward, field="rl.reward")
-    examples = load_examples(config.rl.data, seed=config.rl.seed)
-    run_dir = RunDir.resume(config.run_dir) if resume else RunDir.create(config.run_dir)
-    (run_dir.path / "config.toml").write_text(dump_toml(config))
-    _, done = run_dir.last_checkpoint() or (None, 0)
+    load_examples(config.rl.data, seed=config.rl.seed)  # so that a mistake shows now
+    open_run = RunDir.resume if resume else RunDir.create
+    run_dir = open_run(config.run_dir, base_fingerprint=base.fingerprint)
+    (run_dir.path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     control = RunControl(run_dir.run_id, steps_total=config.rl.steps)
     async with (
         serve_node(config.server, base=base, control=control, engine="megatron-core") as node,
@@ -62,7 +61,9 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
                     shm_dir=SHM_DIR,
                     deadline_seconds=config.megatron.command_timeout_seconds,
                 ),
-                examples=skip(examples, done * config.rl.prompts_per_step),
+                examples=lambda start: skip(
+                    load_examples(config.rl.data, seed=config.rl.seed), start
+                ),
                 reward=reward,
                 encoder=await asyncio.to_thread(PromptEncoder, config.model),
                 records=records,
@@ -78,14 +79,13 @@ async def _train(config: TrainerConfig, parts: Parts, *, stop: asyncio.Event) ->
     control = parts.node.control
     task = asyncio.ensure_future(GrpoLoop(config, parts).train())
     try:
-        await first_of(stop, task)
-    except RefitError as error:
-        control.ended(error=error)
-        raise
+        if not await first_of(stop, task):
+            control.stopping = True
+            await asyncio.wait({task}, timeout=config.rl.stop_grace_seconds)
     finally:
         await cancel(task)
-    control.ended(error=None)
+        control.ended(error=None if task.cancelled() else task.exception())
     if checkpoint := parts.run_dir.last_checkpoint():
-        adapter = parts.run_dir.path / "adapter"
+        adapter = parts.run_dir.path / ADAPTER_DIR
         shutil.rmtree(adapter, ignore_errors=True)
         shutil.copytree(checkpoint[0] / "adapter", adapter)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 from watchfiles import awatch
@@ -51,10 +52,14 @@ async def _serve(
 class DirectoryFeed:
     """Publishes PEFT directories as the versions 1, 2, … of one adapter."""
 
-    def __init__(self, root: Path, node: Node, *, adapter: str) -> None:
+    def __init__(
+        self, root: Path, node: Node, *, adapter: str, rescan_seconds: float = 5.0
+    ) -> None:
         self._root = root
         self._node = node
         self._adapter = adapter
+        self._rescan_ms = round(rescan_seconds * 1000)
+        self._seen: _Written | None = None
         self._version = 0
         self._last_digest = b""
 
@@ -80,26 +85,42 @@ class DirectoryFeed:
         log.info("published %s from %s", ref, peft_dir)
 
     async def watch(self) -> None:
-        """Publish the newest adapter now, and each that is written to the root or right below."""
-        await self._publish_newest()
-        async for _ in awatch(self._root):
-            await self._publish_newest()
+        """Publish the newest adapter now, and each that is written to the root or right below.
 
-    async def _publish_newest(self) -> None:
-        newest = max(_adapters(self._root), key=_written_ns, default=None)
-        if newest is None:
-            return
+        The rescans find what was written before the watch on its directory was in place.
+        """
+        await self._publish_newest(changed=True)
+        changes = awatch(self._root, yield_on_timeout=True, rust_timeout=self._rescan_ms)
+        async for change in changes:
+            await self._publish_newest(changed=bool(change))
+
+    async def _publish_newest(self, *, changed: bool) -> None:
         try:
-            await self.publish(newest)
-        except RefitError as error:
-            # It may be half written: its next change brings it up again.
+            newest = max(map(_written, _adapters(self._root)), default=None)
+            if newest is None or (newest == self._seen and not changed):
+                return
+            self._seen = newest
+            await self.publish(newest.path)
+        except (RefitError, OSError) as error:
+            # It may be half written, or just removed: its next change brings it up again.
             log.warning("not published: %s", error)
 
 
+class _Written(NamedTuple):
+    """When a directory was last written; compares by time."""
+
+    newest_ns: int
+    size_bytes: int
+    path: Path
+
+
 def _adapters(root: Path) -> list[Path]:
-    candidates = [root, *(child for child in root.iterdir() if child.is_dir())]
+    # A name with a dot is somebody's unfinished work.
+    below = [c for c in root.iterdir() if c.is_dir() and not c.name.startswith(".")]
+    candidates = [root, *below]
     return [c for c in candidates if (c / CONFIG_FILE).is_file() and (c / WEIGHTS_FILE).is_file()]
 
 
-def _written_ns(peft_dir: Path) -> int:
-    return max((peft_dir / name).stat().st_mtime_ns for name in (CONFIG_FILE, WEIGHTS_FILE))
+def _written(peft_dir: Path) -> _Written:
+    found = [(peft_dir / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    return _Written(max(s.st_mtime_ns for s in found), sum(s.st_size for s in found), peft_dir)

@@ -71,7 +71,7 @@ class Publisher:
 
         Args:
             adapters: names wanted; none means all.
-            held: what the subscriber serves already; retired at once where the run has it no more.
+            held: what the subscriber serves already; retired where the run has it no more.
         """
         wanted, known = set(adapters), set(held)
 
@@ -80,13 +80,15 @@ class Publisher:
             return self._closed or stale or self._next_for(wanted, known) is not None
 
         while not self._closed:
-            for ref in known - set(self.refs()):
-                known.discard(ref)
-                yield Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(ref)))
             if version := self._next_for(wanted, known):
                 for event in update_events(version):
                     yield event
                 known.add(version.ref)
+            elif stale := known - set(self.refs()):
+                # After the update, so that a subscriber is never left without a version.
+                for ref in stale:
+                    known.discard(ref)
+                    yield Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(ref)))
             elif not await self._changed.wait_until(
                 behind, timeout_seconds=self._heartbeat_seconds
             ):

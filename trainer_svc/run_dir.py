@@ -9,11 +9,13 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Incompatible
 
 _BOOKS = "run.json"
 _CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
+ADAPTER_DIR = "adapter"
+"""The last checkpoint's adapter, put where users look for it."""
 
 
 class RunDir:
@@ -22,30 +24,48 @@ class RunDir:
     Either raises `ConfigError` while another trainer has the directory open.
     """
 
-    def __init__(self, path: Path, *, run_id: str, last_version: int) -> None:
+    def __init__(
+        self, path: Path, *, run_id: str, base_fingerprint: str, last_version: int
+    ) -> None:
         self.path = path
         self.run_id = run_id
+        self._base_fingerprint = base_fingerprint
         self._last_version = last_version
         self._lock = _locked(path)
 
     @classmethod
-    def create(cls, path: Path) -> RunDir:
+    def create(cls, path: Path, *, base_fingerprint: str) -> RunDir:
         """Raises `ConfigError` when a run, which begins with its first version, lives there."""
-        if (path / _BOOKS).exists():
-            raise ConfigError(
-                f"run_dir: {path} holds a run; continue it with --resume or choose another"
-            )
+        for name in (_BOOKS, _CHECKPOINTS, ADAPTER_DIR):
+            if (path / name).exists():
+                raise ConfigError(
+                    f"run_dir: {path} holds {name}; continue that run with --resume, or choose "
+                    "another directory"
+                )
         path.mkdir(parents=True, exist_ok=True)
-        return cls(path, run_id=uuid.uuid4().hex[:12], last_version=0)
+        run_id = uuid.uuid4().hex[:12]
+        return cls(path, run_id=run_id, base_fingerprint=base_fingerprint, last_version=0)
 
     @classmethod
-    def resume(cls, path: Path) -> RunDir:
-        """Raises `ConfigError` when no run lives there."""
+    def resume(cls, path: Path, *, base_fingerprint: str) -> RunDir:
+        """Go on with the run that lives there.
+
+        Raises:
+            ConfigError: none does, or its books are damaged.
+            Incompatible: it was begun on another base model.
+        """
         try:
             books = json.loads((path / _BOOKS).read_text())
         except FileNotFoundError as error:
             raise ConfigError(f"run_dir: {path} holds no run to --resume") from error
-        return cls(path, run_id=books["run_id"], last_version=books["last_version"])
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"run_dir: {path / _BOOKS} is damaged: {error}") from error
+        if books["base_fingerprint"] != base_fingerprint:
+            raise Incompatible(
+                f"model: its fingerprint is {base_fingerprint}, the run in {path} was begun on "
+                f"{books['base_fingerprint']}; give that model"
+            )
+        return cls(path, **books)
 
     def close(self) -> None:
         """Let others open it."""
@@ -71,10 +91,23 @@ class RunDir:
         return (found[-1], int(found[-1].name.removeprefix("step-"))) if found else None
 
     def _write(self) -> None:
-        text = json.dumps({"run_id": self.run_id, "last_version": self._last_version})
+        """On disk before it returns: what a power cut forgets would be spent twice."""
+        books = {
+            "run_id": self.run_id,
+            "base_fingerprint": self._base_fingerprint,
+            "last_version": self._last_version,
+        }
         temporary = self.path / f"{_BOOKS}.new"
-        temporary.write_text(text)
+        with temporary.open("w") as file:
+            json.dump(books, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, self.path / _BOOKS)
+        directory = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def _locked(path: Path) -> IO[str]:

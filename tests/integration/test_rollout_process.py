@@ -87,8 +87,10 @@ class Replica:
 
 
 @asynccontextmanager
-async def started(model: Path, staging: Path, *, trainer: str = "") -> AsyncIterator[Replica]:
-    """A replica that has printed its address; killed at the end if it still runs."""
+async def launched(
+    model: Path, staging: Path, *, trainer: str = ""
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A replica's process; killed at the end if it still runs."""
     engine = (
         '{dtype = "float32", skip_tokenizer_init = true, max_num_seqs = 8, enforce_eager = true}'
     )
@@ -107,15 +109,22 @@ async def started(model: Path, staging: Path, *, trainer: str = "") -> AsyncIter
         limit=1 << 24,
     )
     try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def started(model: Path, staging: Path, *, trainer: str = "") -> AsyncIterator[Replica]:
+    """A replica that has printed its address."""
+    async with launched(model, staging, trainer=trainer) as process:
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode()
         assert line.startswith("rollout listening on "), (line, await process.stderr.read())  # type: ignore[union-attr]
         async with connect(line.split()[-1]) as channel:
             yield Replica(process, channel, staging)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_a_replica_is_ready_with_its_first_adapter_and_leaves_nothing_behind(
@@ -162,7 +171,7 @@ async def test_the_engines_death_ends_the_replica_with_one_clear_line(
     model_dir: Path, tmp_path: Path
 ) -> None:
     async with started(model_dir, tmp_path / "staging") as replica:
-        [engine] = [pid for pid in children(replica.process.pid) if "EngineCore" in name_of(pid)]
+        [engine] = engine_cores(replica.process.pid)
         os.kill(engine, signal.SIGKILL)
         errors = asyncio.create_task(replica.errors())
         async with asyncio.timeout(30):
@@ -170,6 +179,27 @@ async def test_the_engines_death_ends_the_replica_with_one_clear_line(
         expected = "refit rollout: the vLLM engine process ended; restart this replica"
         assert expected in await errors
         assert list(replica.staging.iterdir()) == []
+
+
+async def test_a_signal_while_the_engine_starts_leaves_nothing_behind(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """faults.md 27: neither a process nor a byte of staging outlives a start that is given up."""
+    async with launched(model_dir, tmp_path / "staging") as process:
+        await eventually(lambda: engine_cores(process.pid), seconds=60)
+        below = children(process.pid)
+        assert len(list((tmp_path / "staging").iterdir())) == 2
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            output = await process.communicate()
+        assert (process.returncode, output[0]) == (0, b""), output[1].decode()
+        assert b"Traceback" not in output[1], output[1].decode()
+        await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=5)
+        assert list((tmp_path / "staging").iterdir()) == []
+
+
+def engine_cores(pid: int) -> list[int]:
+    return [child for child in children(pid) if "EngineCore" in name_of(child)]
 
 
 def children(pid: int) -> list[int]:
@@ -180,4 +210,8 @@ def children(pid: int) -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
+    """Empty for one that has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from common.errors import Unavailable
-from common.tasks import cancel, stop_requested
+from common.errors import ConfigError, Unavailable
+from common.tasks import cancel, first_of, stop_requested
 from trainer_svc.demo import plots, smollm2, tiny
 from trainer_svc.demo.process import Service
 from trainer_svc.demo.progress import Progress
@@ -20,6 +20,7 @@ from trainer_svc.demo.row_reader import RowReader
 
 _LISTENING = r"(?:trainer|rollout) listening on (\S+)"
 _START_TIMEOUT_SECONDS = 120.0
+_TRAINER_LOG = "trainer.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,25 @@ class Plan:
 
 
 def main(*, steps: int | None, fast: bool, out: Path | None) -> int:
-    """Run the demo to its end; an earlier demo's records in the same place are replaced."""
+    """Run the demo to its end; an earlier demo's records in the same place are replaced.
+
+    Raises:
+        ConfigError: `out` holds something that no demo left.
+        Unavailable: a service ended before the run did.
+    """
     out = out or Path("runs/demo")
+    _make_room(out)
     plan = _fast_plan() if fast else _plan()
     if steps:
         plan = Plan(plan.model, {**plan.trainer, "rl.steps": str(steps)}, plan.rollout)
+    return asyncio.run(_until_stopped(plan, out))
+
+
+def _make_room(out: Path) -> None:
+    if out.exists() and any(out.iterdir()) and not (out / _TRAINER_LOG).is_file():
+        raise ConfigError(f"--out: {out} holds other files; choose an empty or a new directory")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    return asyncio.run(_run(plan, out))
 
 
 def _plan() -> Plan:
@@ -84,11 +96,21 @@ def _fast_plan() -> Plan:
     )
 
 
-async def _run(plan: Plan, out: Path) -> int:
-    stop = asyncio.ensure_future(stop_requested().wait())
+async def _until_stopped(plan: Plan, out: Path) -> int:
+    """The exit status; 130 when SIGINT or SIGTERM came first. No service outlives this."""
+    run = asyncio.ensure_future(_run(plan, out))
+    try:
+        finished = await first_of(stop_requested(), run)
+    finally:
+        await cancel(run)
+    return _finish(out) if finished else 130
+
+
+async def _run(plan: Plan, out: Path) -> None:
+    """Both services until the trainer is done."""
     settings = {"model": str(plan.model), "run_dir": str(out), "server.port": "0"}
     trainer = Service(
-        "trainer", {**settings, **plan.trainer}, log=out / "trainer.log", announce=_LISTENING
+        "trainer", {**settings, **plan.trainer}, log=out / _TRAINER_LOG, announce=_LISTENING
     )
     async with trainer:
         address = await trainer.announcement(timeout_seconds=_START_TIMEOUT_SECONDS)
@@ -101,16 +123,15 @@ async def _run(plan: Plan, out: Path) -> int:
             show = asyncio.ensure_future(_show_progress(out / "metrics.jsonl", steps=steps))
             ends = [asyncio.ensure_future(service.wait()) for service in (trainer, rollout)]
             try:
-                await asyncio.wait([stop, *ends, show], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*ends, show], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await cancel(stop, show, *ends)
+                await cancel(show, *ends)
             if show.done() and not show.cancelled():
                 await show
             if rollout.returncode is not None:
                 raise Unavailable(rollout.epitaph())
             if trainer.returncode:
                 raise Unavailable(trainer.epitaph())
-    return _finish(out) if trainer.returncode == 0 else 130
 
 
 async def _show_progress(metrics: Path, *, steps: int) -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from common.adapter import Dtype, Manifest
-from common.errors import WaitExpired, WorkerLost
+from common.errors import WaitExpired, WorkerGone, WorkerLost
 from trainer_svc.megatron.protocol import (
     MAX_LINE_BYTES,
     Batch,
@@ -31,6 +31,9 @@ from trainer_svc.megatron.settings import WorkerSettings
 _THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait for each other sleep; spinning, they would take the cores of a neighbour."""
 
+_NEED_NO_MODEL = ("init", "stop")
+"""Commands for ranks that were not initialised."""
+
 
 class MegatronWorker:
     """The ranks of one machine under torchrun.
@@ -40,8 +43,9 @@ class MegatronWorker:
             metrics = await worker.step(batch, deadline_seconds=600)
 
     One command runs at a time. When ranks die, the running command raises WorkerLost and torchrun
-    starts them anew, at most `max_restarts` times; they then need `init` and `load` again. After
-    WaitExpired what the ranks hold is unknown: close, and start others.
+    starts them anew, at most `max_restarts` times; they then need `init` and `load` again, and
+    until `init` every other command raises WorkerLost too. After WaitExpired what the ranks hold
+    is unknown: close, and start others.
     """
 
     def __init__(self, *, num_ranks: int, max_restarts: int, grace_seconds: float = 5.0) -> None:
@@ -53,6 +57,9 @@ class MegatronWorker:
         self._connected = asyncio.Event()
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
+        self._generation = 0
+        self._initialised = 0
+        self._busy = False
 
     async def __aenter__(self) -> MegatronWorker:
         self._directory = Path(tempfile.mkdtemp(prefix="refit-worker-"))
@@ -85,9 +92,11 @@ class MegatronWorker:
         """Wait until fresh ranks take commands.
 
         Raises:
-            WorkerLost: torchrun gave up.
+            WorkerGone: torchrun gave up.
             WaitExpired: they did not come in time.
         """
+        if self._connected.is_set() and self._reader.at_eof():
+            self._connected.clear()
         connected = asyncio.ensure_future(self._connected.wait())
         ended = asyncio.ensure_future(self._process.wait())
         try:
@@ -102,7 +111,7 @@ class MegatronWorker:
         if self._connected.is_set():
             return
         if self._process.returncode is not None:
-            raise WorkerLost(
+            raise WorkerGone(
                 f"worker: torchrun ended with status {self._process.returncode}; "
                 "its reason stands in the log"
             )
@@ -115,6 +124,7 @@ class MegatronWorker:
             ConfigError, Incompatible: the settings do not fit the model, adapter or ranks.
         """
         args = {"settings": settings.model_dump(mode="json")}
+        self._initialised = 0
         await self._call("init", args, deadline_seconds=deadline_seconds)
 
     async def step(self, batch: Batch, *, deadline_seconds: float) -> dict[str, float]:
@@ -172,7 +182,29 @@ class MegatronWorker:
             await self._process.wait()
 
     async def close(self) -> None:
-        """End all processes: SIGTERM to the group, SIGKILL after the grace; remove the socket."""
+        """End all processes, and remove the socket.
+
+        Idle ranks end by themselves; others get SIGTERM, and SIGKILL after the grace.
+        """
+        try:
+            await self._end_idle()
+        finally:
+            await self._end()
+            self._server.close()
+            if self._writer is not None:
+                self._writer.close()
+            shutil.rmtree(self._directory)
+
+    async def _end_idle(self) -> None:
+        """Stop ranks that wait for a command: torchrun prints a traceback when signalled."""
+        if not self._connected.is_set() or self._busy:
+            return
+        with contextlib.suppress(WorkerLost, TimeoutError):
+            async with asyncio.timeout(self._grace_seconds):
+                await self.stop(deadline_seconds=self._grace_seconds)
+
+    async def _end(self) -> None:
+        """Signal whatever still runs until it has ended."""
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(self._grace_seconds):
@@ -181,10 +213,6 @@ class MegatronWorker:
             # The ranks go with torchrun: each asked the kernel to be killed when it dies.
             self._signal(signal.SIGKILL)
             await self._process.wait()
-        self._server.close()
-        if self._writer is not None:
-            self._writer.close()
-        shutil.rmtree(self._directory)
 
     def _command(self, socket_path: Path) -> list[str]:
         return [
@@ -202,6 +230,8 @@ class MegatronWorker:
         if self._writer is not None:
             self._writer.close()
         self._reader, self._writer = reader, writer
+        self._generation += 1
+        self._busy = False
         self._connected.set()
 
     async def _call(self, command: str, args: Json, *, deadline_seconds: float) -> Json:
@@ -216,23 +246,35 @@ class MegatronWorker:
     async def _exchange(self, command: str, args: Json) -> Json:
         if not self._connected.is_set():
             raise WorkerLost(f"worker: no ranks to run {command}; wait until they are back")
+        generation = self._generation
+        if command not in _NEED_NO_MODEL and generation != self._initialised:
+            raise WorkerLost(f"worker: new ranks cannot run {command}; init and load them first")
+        reply = await self._request(command, args)
+        if reply is None:
+            if generation == self._generation:
+                self._connected.clear()
+            raise WorkerLost(f"worker: the ranks ended during {command}; init and load them again")
+        if "error" in reply:
+            raise error_from_json(reply["error"])
+        if command == "init":
+            self._initialised = generation
+        result: Json = reply["result"]
+        return result
+
+    async def _request(self, command: str, args: Json) -> Json | None:
+        """Send one command; its reply, or None when the ranks ended."""
         number = next(self._ids)
         reader, writer = self._reader, self._writer
         assert writer is not None
+        self._busy = True
         try:
             writer.write(encode({"id": number, "command": command, "args": args}))
             await writer.drain()
             reply = await _reply_to(number, reader)
         except ConnectionError:
             reply = None
-        if reply is None:
-            if reader is self._reader:
-                self._connected.clear()
-            raise WorkerLost(f"worker: the ranks ended during {command}; init and load them again")
-        if "error" in reply:
-            raise error_from_json(reply["error"])
-        result: Json = reply["result"]
-        return result
+        self._busy = False
+        return reply
 
 
 async def _reply_to(number: int, reader: asyncio.StreamReader) -> Json | None:

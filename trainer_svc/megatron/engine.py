@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,19 +74,18 @@ class MegatronTrainer:
         parts = min(self.settings.train.minibatches, len(batch.samples))
         minibatches = [batch.samples[part::parts] for part in range(parts)]
         micros = [self._micro_batches(minibatch) for minibatch in minibatches]
-        # The first update would move the policy away from the one that sampled the later parts.
-        olds = [
-            [self._evaluate(m, temperature=batch.temperature) if parts > 1 else None for m in ms]
-            for ms in micros
-        ]
+        sampled = self._sampled(micros, temperature=batch.temperature)
         sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=cpu.compute_device())
         updates: list[Update] = []
-        for minibatch, ms, old in zip(minibatches, micros, olds, strict=True):
-            total_tokens = _completion_tokens(minibatch)
-            for micro, old_logprobs in zip(ms, old, strict=True):
-                sums += self._backward(
-                    micro, old_logprobs, temperature=batch.temperature, total_tokens=total_tokens
-                )
+        for minibatch, ms, values in zip(minibatches, micros, sampled, strict=True):
+            backward = partial(
+                self._backward,
+                on_policy=parts == 1,
+                temperature=batch.temperature,
+                total_tokens=_completion_tokens(minibatch),
+            )
+            for micro, value in zip(ms, values, strict=True):
+                sums += backward(micro, value)
             updates.append(self.optimizer.step())
         return _metrics(sums, updates, tokens=_completion_tokens(batch.samples)) | {
             "seconds": time.perf_counter() - started
@@ -111,6 +111,20 @@ class MegatronTrainer:
             device=cpu.compute_device(),
         )
 
+    def _sampled(
+        self, minibatches: Sequence[Sequence[MicroBatch]], *, temperature: float
+    ) -> list[list[Tensor | None]]:
+        """Log-probabilities under the policy that sampled; None where `_backward` finds the same.
+
+        The first of several updates moves the policy, and dropout adds noise to it.
+        """
+        if len(minibatches) == 1 and self.settings.lora.dropout == 0:
+            return [[None] * len(minibatches[0])]
+        return [
+            [self._evaluate(micro, temperature=temperature) for micro in micros]
+            for micros in minibatches
+        ]
+
     @torch.no_grad()
     def _evaluate(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """Log-probabilities without gradient and without dropout."""
@@ -118,7 +132,13 @@ class MegatronTrainer:
         return completion_logprobs(self.model, micro, temperature=temperature)
 
     def _backward(
-        self, micro: MicroBatch, old: Tensor | None, *, temperature: float, total_tokens: int
+        self,
+        micro: MicroBatch,
+        sampled: Tensor | None,
+        *,
+        on_policy: bool,
+        temperature: float,
+        total_tokens: int,
     ) -> Tensor:
         """Add one micro-batch's gradient; the sums of its metrics."""
         settings = self.settings.train
@@ -130,7 +150,14 @@ class MegatronTrainer:
         self.model.train()
         with torch.set_grad_enabled(learns):
             logprobs = completion_logprobs(self.model, micro, temperature=temperature)
-            terms = token_terms(micro, logprobs, old=old, reference=reference, settings=settings)
+            terms = token_terms(
+                micro,
+                logprobs,
+                sampled=sampled,
+                on_policy=on_policy,
+                reference=reference,
+                settings=settings,
+            )
             if learns:
                 torch.autograd.backward(objective.token_mean(terms.loss, total_tokens=total_tokens))
         return terms.sums()

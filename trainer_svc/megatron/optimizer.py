@@ -37,9 +37,7 @@ class AdapterOptimizer:
         self._adam = torch.optim.AdamW(
             self._masters,
             lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            **_hyperparameters(settings),
         )
         self.updates = 0
 
@@ -76,8 +74,10 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; the parameters follow the masters."""
+        """Inverse of `state_dict` under the current settings; parameters follow the masters."""
         self._adam.load_state_dict(state["adam"])
+        for group in self._adam.param_groups:
+            group.update(_hyperparameters(self._settings))
         self.updates = state["updates"]
         for master, value in zip(self._masters, state["masters"], strict=True):
             master.copy_(value)
@@ -106,6 +106,15 @@ class AdapterOptimizer:
         own = torch.stack([g.square().sum() for p, g in pairs if id(p) in sharded]).sum()
         whole = torch.stack([g.square().sum() for p, g in pairs if id(p) not in sharded]).sum()
         return (parallel.sum_tp(own) + whole).sqrt()
+
+
+def _hyperparameters(settings: TrainSettings) -> dict[str, Any]:
+    """What AdamW keeps in its state beside the learning rate, which every update sets."""
+    return {
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -48,7 +48,8 @@ def token_terms(
     micro: MicroBatch,
     logprobs: Tensor,
     *,
-    old: Tensor | None,
+    sampled: Tensor | None,
+    on_policy: bool,
     reference: Tensor | None,
     settings: TrainSettings,
 ) -> TokenTerms:
@@ -56,19 +57,21 @@ def token_terms(
 
     Args:
         logprobs: of the current policy, with gradient.
-        old: of the policy before the batch's first update; None means the current one.
+        sampled: of the policy that sampled, without dropout; None means `logprobs` are those.
+        on_policy: the current policy is the one that sampled, so that every ratio is 1.
         reference: of the base model; None leaves the KL term out.
     """
-    sampled = logprobs.detach() if old is None else old
+    current = logprobs.detach()
+    sampled = current if sampled is None else sampled
     policy = objective.policy_loss(
         logprobs,
-        sampled,
+        current if on_policy else sampled,
         micro.advantages,
         clip_low=settings.clip_ratio,
         clip_high=settings.clip_ratio_high or settings.clip_ratio,
     )
     weight = torch.ones_like(sampled)
-    if settings.tis_cap is not None:
+    if settings.tis_cap > 0:
         weight = objective.tis_weights(sampled, micro.rollout_logprobs, cap=settings.tis_cap)
     kl = torch.zeros_like(sampled)
     if reference is not None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from common.config import Config
-
-_BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda")
+from common.peft_dir import BASE_CHANGING_INITS
 
 DtypeName = Literal["float32", "bfloat16"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraSettings(Config):
@@ -45,7 +45,7 @@ class LoraSettings(Config):
     @field_validator("a_init", mode="before")
     @classmethod
     def _keep_base(cls, value: object) -> object:
-        if isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS):
+        if isinstance(value, str) and value.lower().startswith(BASE_CHANGING_INITS):
             raise ValueError(
                 f"{value} changes the base weights, which replicas never receive; "
                 "use xavier, kaiming or normal"
@@ -68,35 +68,35 @@ class LoraSettings(Config):
 class TrainSettings(Config):
     """Objective and optimizer of one policy update."""
 
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
     """Learning rate after warm-up."""
 
     warmup_updates: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises linearly to `lr`."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay of AdamW."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's first and second moments."""
 
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """AdamW's epsilon."""
 
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Gradients are scaled down to this global L2 norm."""
 
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip distance of the probability ratio, and the upper one if that is not set."""
 
-    clip_ratio_high: float | None = Field(default=None, gt=0)
+    clip_ratio_high: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Upper clip distance of the probability ratio (DAPO's clip-higher)."""
 
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL term to the base model; 0 saves its forward pass."""
 
-    tis_cap: float | None = Field(default=2.0, gt=0)
-    """Cap of the importance weight between trainer and rollout; null leaves the weight out."""
+    tis_cap: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """Cap of the importance weight between trainer and rollout; 0 leaves the weight out."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates made from one batch."""

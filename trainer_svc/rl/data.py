@@ -57,7 +57,8 @@ def load_examples(source: str, *, seed: int) -> Iterator[Example]:
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"rl.data: {path} does not exist; give a JSONL file or module:generator")
-    examples = [_parse(line, path, n) for n, line in enumerate(path.read_text().splitlines(), 1)]
+    lines = enumerate(_text(path).split("\n"), 1)
+    examples = [_parse(line, path, number) for number, line in lines if line.strip()]
     if not examples:
         raise ConfigError(f"rl.data: {path} is empty; give one JSON object a line")
     return _epochs(examples, random.Random(seed))
@@ -71,6 +72,16 @@ def skip(examples: Iterator[Example], count: int) -> Iterator[Example]:
 def _epochs(examples: list[Example], rng: random.Random) -> Iterator[Example]:
     while True:
         yield from rng.sample(examples, len(examples))
+
+
+def _text(path: Path) -> str:
+    try:
+        # Not read_text, which makes a lone "\r" a line of its own.
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"rl.data: {path}: not UTF-8 at byte {error.start}; save it as UTF-8"
+        ) from error
 
 
 def _parse(line: str, path: Path, number: int) -> Example:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -16,7 +16,7 @@ from typing import Any
 from refit.v1 import rollout_pb2, trainer_pb2
 
 from common.adapter import AdapterRef
-from common.errors import ConfigError, WaitExpired, WorkerLost
+from common.errors import ConfigError, InvalidField, WaitExpired, WorkerGone, WorkerLost
 from common.tasks import gather_or_cancel
 from trainer_svc.config import TrainerConfig
 from trainer_svc.fleet import Replica
@@ -51,7 +51,9 @@ class Parts:
     node: Node
     worker: MegatronWorker
     source: AdapterSource
-    examples: Iterator[Example]
+    examples: Callable[[int], Iterator[Example]]
+    """The run's examples from the one with this number on."""
+
     reward: Reward
     encoder: PromptEncoder
     records: Records
@@ -63,6 +65,7 @@ class GrpoLoop:
     def __init__(self, config: TrainerConfig, parts: Parts) -> None:
         self._config, self._rl, self._parts = config, config.rl, parts
         self._current: AdapterRef | None = None
+        self._examples: Iterator[Example] = iter(())
         self._deadline_seconds = config.megatron.command_timeout_seconds
         params = rollout_pb2.SamplingParams(
             max_tokens=self._rl.max_tokens, temperature=self._rl.temperature
@@ -76,27 +79,37 @@ class GrpoLoop:
         )
 
     async def train(self) -> None:
-        """Run every step that is left.
+        """Run every step that is left; dead ranks cost the steps since the last checkpoint.
 
         Raises:
             WaitExpired: too few replicas, for too long.
-            WorkerLost: the ranks died more often than they may be restarted.
+            WorkerGone: the ranks died more often than they may be restarted.
             ConfigError: data or reward function gave something unusable.
         """
         control = self._parts.node.control
-        await self._restore()
-        while control.step < self._rl.steps and not control.stopping:
+        restored = False
+        while not restored or (control.step < self._rl.steps and not control.stopping):
             try:
-                row = await self._step(control.step + 1)
+                if restored:
+                    await self._advance(control.step + 1)
+                else:
+                    await self._restore()
+                    restored = True
+            except WorkerGone:
+                raise
             except WorkerLost as error:
                 log.error("%s; going on from the last checkpoint", error)
-                await self._restore()
-                continue
-            self._parts.records.append(row)
-            numbers = {key: float(v) for key, v in row.items() if isinstance(v, int | float)}
-            due = row["step"] % self._rl.checkpoint_every_steps == 0
-            last = row["step"] == self._rl.steps or control.stopping
-            await control.after_step(row["step"], numbers, save=self._save, due=due or last)
+                restored = False
+
+    async def _advance(self, step: int) -> None:
+        """One step with its record and, where it is due, its checkpoint."""
+        control = self._parts.node.control
+        row = await self._step(step)
+        self._parts.records.append(row)
+        numbers = {key: float(v) for key, v in row.items() if isinstance(v, int | float)}
+        last = step == self._rl.steps or control.stopping
+        due = last or step % self._rl.checkpoint_every_steps == 0
+        await control.after_step(step, numbers, save=self._save, due=due)
 
     async def _step(self, step: int) -> dict[str, Any]:
         started = time.monotonic()
@@ -123,13 +136,13 @@ class GrpoLoop:
 
     async def _sample(self) -> tuple[list[Group], int]:
         """Groups for one step, all at the current version, and how many samples were lost."""
-        examples = list(itertools.islice(self._parts.examples, self._rl.prompts_per_step))
+        examples = list(itertools.islice(self._examples, self._rl.prompts_per_step))
         if not examples:
             raise ConfigError("rl.data: the generator ended; let it yield for ever")
         found = await gather_or_cancel(map(self._group, examples))
         groups = [group for group in found if group]
         if not groups:
-            raise WaitExpired("generate: every prompt of the step was lost; are replicas alive?")
+            raise WaitExpired("generate: every prompt of the step was lost; the log says why")
         return groups, (len(examples) - len(groups)) * self._rl.group_size
 
     async def _group(self, example: Example) -> Group | None:
@@ -141,7 +154,7 @@ class GrpoLoop:
                 version=self._current.version,
                 timeout_seconds=self._rl.generate_timeout_seconds,
             )
-        except WaitExpired as error:
+        except (WaitExpired, InvalidField) as error:
             log.error("%s; the prompt is dropped", error)
             return None
         rewards = await asyncio.to_thread(self._rewards, example, completions)
@@ -195,6 +208,7 @@ class GrpoLoop:
             self._current.version,
             replicas=self._rl.min_replicas,
             timeout_seconds=self._rl.replica_timeout_seconds,
+            straggler_seconds=self._rl.straggler_seconds,
         )
         return {
             **_describe_update(self._current, replicas),
@@ -212,6 +226,7 @@ class GrpoLoop:
             path, step = checkpoint
             await parts.worker.load(path, deadline_seconds=deadline_seconds)
         parts.node.control.step = step
+        self._examples = parts.examples(step * self._rl.prompts_per_step)
         parts.records.truncate(step)
         await self._publish()
         parts.node.control.state = trainer_pb2.RUN_STATE_RUNNING

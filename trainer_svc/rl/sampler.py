@@ -18,14 +18,17 @@ from trainer_svc.fleet import Fleet, Replica
 
 log = logging.getLogger(__name__)
 
-_RETRYABLE = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
+_OWN_FAULT = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
 )
-"""The replica is gone, going, full or behind: another one can answer. Any other status is the
-request's own fault and would be the same everywhere."""
+"""The request's fault, the same on every replica. After any other status another one may answer."""
+
+_AGAIN_SECONDS = 1.0
+"""Pause before replicas that failed a group are asked for it again, when there are no others."""
 
 
 @dataclass(slots=True)
@@ -70,28 +73,30 @@ class Sampler:
             InvalidField: the request itself was refused, and would be everywhere.
         """
         avoid: frozenset[str] = frozenset()
-        deadline = asyncio.get_running_loop().time() + timeout_seconds
-        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+        tried: set[str] = set()
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_seconds
+        while (left := deadline - now()) > 0:
             if not await self._fleet.wait_for_any(
-                self._adapter, version, avoid=avoid, timeout_seconds=left
+                self._adapter, version, avoid=avoid, timeout_seconds=min(left, _AGAIN_SECONDS)
             ):
-                break
+                avoid = frozenset()
+                continue
             with self._fleet.leased(self._adapter, version, avoid=avoid) as replica:
+                # Another replica must have time to answer if this one hangs.
+                share = left / 2 if len(self._fleet.replicas) > 1 else left
                 try:
-                    return await self._generate(replica, prompt_ids, version, timeout_seconds=left)
+                    return await self._generate(replica, prompt_ids, version, timeout_seconds=share)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() not in _RETRYABLE:
-                        raise InvalidField(
-                            f"generate: replica {replica.id} refused the request: "
-                            f"{error.code().name} {error.details()}"
-                        ) from error
+                    _raise_if_own_fault(replica, error)
                     log.warning("replica %s failed a group: %s", replica.id, error.details())
                 except Unavailable as error:
                     log.warning("replica %s: %s", replica.id, error)
                 avoid |= {replica.id}
+                tried.add(replica.id)
         raise WaitExpired(
             f"generate: no replica that serves {self._adapter}@{version} answered within "
-            f"{timeout_seconds:g} s; tried {sorted(avoid) or 'none'}"
+            f"{timeout_seconds:g} s; tried {sorted(tried) or 'none'}"
         )
 
     async def _generate(
@@ -137,6 +142,14 @@ class Sampler:
 
 
 _WHOLE = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH)
+
+
+def _raise_if_own_fault(replica: Replica, error: grpc.aio.AioRpcError) -> None:
+    if error.code() in _OWN_FAULT:
+        raise InvalidField(
+            f"generate: replica {replica.id} refused the request: {error.code().name} "
+            f"{error.details()}"
+        ) from error
 
 
 def _append(completion: Completion, part: rollout_pb2.GenerateResponse) -> None:

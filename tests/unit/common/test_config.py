@@ -22,7 +22,7 @@ class Outer(Config):
 
 
 def _write(path: Path, text: str) -> Path:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -73,3 +73,88 @@ def test_a_mistake_is_named_with_its_remedy(tmp_path: Path, text: str, expected:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config: .*does not exist"):
         load_config(Outer, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("text", ["\U0001f600 \U00020000", "é\u2028\x7f\t\x01", 'a\\b"c'])
+def test_any_text_survives_a_dump(tmp_path: Path, text: str) -> None:
+    """JSON would write a character over U+FFFF as two surrogates, which TOML forbids."""
+    config = Outer(model=Path("m"), inner=Inner(names=(text,)))
+
+    file = _write(tmp_path / "c.toml", dump_toml(config))
+
+    assert load_config(Outer, file).inner.names == (text,)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"inner": "3", "inner.rate": "1"}, {"inner.rate": "1", "inner": "3"}]
+)
+def test_a_section_that_is_set_to_a_value_is_one_line(overrides: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, None, {"model": "m"} | overrides)
+
+    assert "inner" in str(caught.value)
+    assert "3" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_below_a_value_names_both() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, None, {"inner": "3", "inner.rate": "1"})
+
+    assert str(caught.value) == "inner.rate: inner is set to 3, no section; drop one of them"
+
+
+def test_a_directory_is_no_config_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, tmp_path)
+
+    assert str(caught.value) == f"--config: {tmp_path}: Is a directory; give a TOML file"
+
+
+def test_a_file_that_is_not_utf8_is_refused_at_the_byte(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(b'model = "\xff"')
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, file)
+
+    assert str(caught.value) == f"{file}: not UTF-8 at byte 9; save it as UTF-8"
+
+
+def test_a_section_misspelt_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFIT_INENR__RATE", "2")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, None, {"model": "m"})
+
+    assert str(caught.value) == (
+        "REFIT_INENR__RATE: unknown section 'inenr'; did you mean REFIT_INNER__RATE?"
+    )
+
+
+@pytest.mark.parametrize("name", ["REFIT_ENGINE__MAX_LEN", "REFIT_INENR", "REFIT_MODLE__X"])
+def test_the_environment_of_another_service_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "2")
+
+    assert load_config(Outer, None, {"model": "m"}) == Outer(model=Path("m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("REFIT_TRIAN__LR", "REFIT_TRAIN__LR"),
+        ("REFIT_SERVR__PORT", "REFIT_SERVER__PORT"),
+        ("REFIT_LROA__RANK", "REFIT_LORA__RANK"),
+    ],
+)
+def test_the_trainers_own_sections_are_known(
+    monkeypatch: pytest.MonkeyPatch, name: str, right: str
+) -> None:
+    from trainer_svc.config import TrainerConfig
+
+    monkeypatch.setenv(name, "2")
+
+    with pytest.raises(ConfigError, match=f"{name}: .*did you mean {right}"):
+        load_config(TrainerConfig, None)

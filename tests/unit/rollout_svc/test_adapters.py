@@ -27,7 +27,7 @@ def ref(version: int, *, digest: bytes = b"", run_id: str = "run") -> AdapterRef
 @pytest.fixture
 def staged(tmp_path: Path) -> Callable[[AdapterRef], Path]:
     def make(ref: AdapterRef) -> Path:
-        path = tmp_path / f"{ref.run_id}-{ref.version}-{ref.digest.hex()[:4]}"
+        path = tmp_path / f"{ref.run_id}-{ref.adapter}-{ref.version}-{ref.digest.hex()[:4]}"
         path.mkdir(exist_ok=True)
         return path
 
@@ -99,17 +99,91 @@ async def test_a_version_goes_with_its_last_pin(
     await registry.commit(ref(1), staged(ref(1)))
     async with registry.admit(LATEST, wait_seconds=1) as live:
         assert live is not None
+        await registry.commit(ref(2), staged(ref(2)))
         await registry.retire(ref(1))
-        assert registry.listing() == []
+        assert registry.listing() == [ref(2)]
         with pytest.raises(AdapterNotFound):
-            async with registry.admit(LATEST, wait_seconds=1):
+            async with registry.admit(Selector(Rule.EXACT, "default", 1), wait_seconds=1):
                 pass
         await asyncio.sleep(0.02)
-        assert live.loaded.id in engine.loaded
+        assert sorted(engine.loaded) == [1, 2]
         assert live.loaded.path.is_dir()
-    await eventually(lambda: not registry._live)
-    assert engine.loaded == {}
+    await eventually(lambda: len(registry._live) == 1)
+    assert sorted(engine.loaded) == [2]
     assert not live.loaded.path.exists()
+
+
+async def test_one_of_two_versions_is_retired_at_once(
+    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
+) -> None:
+    for version in (1, 2):
+        await registry.commit(ref(version), staged(ref(version)))
+    await registry.retire(ref(2))
+    assert registry.listing() == [ref(1)]
+    await eventually(lambda: sorted(engine.loaded) == [1])
+
+
+@pytest.mark.parametrize("newer", [ref(2), ref(1, digest=b"n" * 32, run_id="next run")])
+async def test_the_only_version_stays_until_another_is_committed(
+    registry: AdapterRegistry,
+    engine: FakeEngine,
+    staged: Callable[[AdapterRef], Path],
+    newer: AdapterRef,
+) -> None:
+    """faults.md 26, dynamo#8630: who retires the last version leaves the replica serving it."""
+    await registry.commit(ref(1), staged(ref(1)))
+    await registry.retire(ref(1))
+    assert registry.listing() == [ref(1)]
+    await registry.commit(newer, staged(newer))
+    assert registry.listing() == [newer]
+    await eventually(lambda: sorted(engine.loaded) == [2])
+
+
+async def test_a_refused_update_after_a_retire_leaves_the_old_version_serving(
+    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
+) -> None:
+    """faults.md 26, dynamo#8630: a load that fails must not have unloaded what it replaces."""
+    await registry.commit(ref(1), staged(ref(1)))
+    await registry.retire(ref(1))
+    engine.answers = [BoundReport(0, 0, (), "ValueError: bad rank")]
+    with pytest.raises(Incompatible):
+        await registry.commit(ref(2), staged(ref(2)))
+    assert registry.listing() == [ref(1)]
+    async with registry.admit(LATEST, wait_seconds=1) as live:
+        assert live is not None
+        assert live.ref == ref(1)
+        assert sorted(engine.loaded) == [1]
+
+
+async def test_another_adapters_commit_leaves_a_superseded_version(
+    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
+) -> None:
+    other = AdapterRef("run", "other", 1, b"o" * 32)
+    await registry.commit(ref(1), staged(ref(1)))
+    await registry.retire(ref(1))
+    await registry.commit(other, staged(other))
+    assert registry.listing() == [ref(1), other]
+
+
+async def test_a_superseded_version_is_the_first_to_give_up_its_slot(
+    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
+) -> None:
+    others = [AdapterRef("run", name, 1, name.encode() * 32) for name in "ab"]
+    await registry.commit(others[0], staged(others[0]))
+    await registry.commit(ref(1), staged(ref(1)))
+    await registry.retire(ref(1))
+    await registry.commit(others[1], staged(others[1]))
+    assert registry.listing() == others
+
+
+async def test_a_superseded_version_that_is_sent_again_counts_as_new(
+    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
+) -> None:
+    await registry.commit(ref(1), staged(ref(1)))
+    await registry.retire(ref(1))
+    assert await registry.commit(ref(1), staged(ref(2))) == []
+    await registry.commit(ref(2), staged(ref(2)))
+    assert registry.listing() == [ref(1), ref(2)]
 
 
 async def test_a_version_with_another_digest_is_refused(

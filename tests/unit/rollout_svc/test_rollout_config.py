@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ from rollout_svc.config import RolloutConfig
 def test_the_engines_arguments_are_kept_as_given() -> None:
     config = load_config(RolloutConfig, None, {"model": "m", "engine.max_model_len": "64"})
     assert (config.model, config.engine) == (Path("m"), {"max_model_len": 64})
+
+
+def test_the_staging_directory_is_the_users_own() -> None:
+    config = load_config(RolloutConfig, None, {"model": "m"})
+    assert config.staging_dir == Path(f"/dev/shm/refit-{os.getuid()}")
 
 
 @pytest.mark.parametrize(

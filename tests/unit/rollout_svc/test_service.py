@@ -128,6 +128,12 @@ async def test_a_bad_request_is_refused_by_field(
     ("prompt", "text"),
     [
         ({}, "prompt: missing"),
+        ({"text": "A" * 1024}, "text: 1024 tokens"),
+        ({"text": "A" * 1025}, "text: 1025 characters; more than 1024 cannot fit"),
+        (
+            {"chat": rollout_pb2.ChatMessages(messages=[{"role": "user", "content": "A" * 1025}])},
+            "chat: 1025 characters; more than 1024 cannot fit",
+        ),
         ({"chat": rollout_pb2.ChatMessages()}, "chat.messages: empty"),
         (
             {"chat": rollout_pb2.ChatMessages(messages=[{"role": "tool"}])},
@@ -156,6 +162,21 @@ async def test_text_is_tokenized_here(stub: rollout_pb2_grpc.RolloutServiceStub)
     answer = [message async for message in stub.Generate(asked, timeout=5)]
     assert list(answer[0].prompt_token_ids) == [65, 66]
     assert "".join(message.text for message in answer) == "AB"
+
+
+async def test_a_text_is_tokenized_beside_the_event_loop(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    """Fault 23: a long text holds up nobody else."""
+    engine.may_encode.clear()
+    asked = rollout_pb2.GenerateRequest(
+        text="AB", sampling=rollout_pb2.SamplingParams(max_tokens=1), adapter=BASE
+    )
+    waiting = asyncio.ensure_future(anext(aiter(stub.Generate(asked, timeout=5))))
+    assert len([message async for message in stub.Generate(request(), timeout=2)]) == 3
+    assert not waiting.done()
+    engine.may_encode.set()
+    assert list((await waiting).prompt_token_ids) == [65, 66]
 
 
 async def test_a_running_request_id_is_taken_until_it_ends(

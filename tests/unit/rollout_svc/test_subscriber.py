@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from refit.v1 import adapter_pb2, adapter_pb2_grpc
+from refit.v1 import adapter_pb2, adapter_pb2_grpc, version_pb2
 
 from common.grpc_server import start_server
 from common.tasks import cancel
@@ -89,6 +89,45 @@ async def test_silence_for_three_heartbeats_ends_the_subscription(
     trainer = FakeTrainer([heartbeat])
     async with follow(trainer):
         await eventually(lambda: len(trainer.subscriptions) >= 2)
+
+
+@pytest.mark.parametrize("interval_seconds", [0.0, -1.0, float("nan")])
+async def test_a_heartbeat_without_an_interval_is_ignored(
+    registry: AdapterRegistry, follow: Follow, interval_seconds: float
+) -> None:
+    heartbeat = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=interval_seconds))
+    trainer = FakeTrainer([heartbeat, *update_events(REF, MANIFEST, BUFFER)])
+    async with follow(trainer):
+        await eventually(lambda: registry.listing() == [REF])
+        await asyncio.sleep(0.05)
+    assert len(trainer.subscriptions) == 1
+
+
+@pytest.mark.parametrize(
+    ("ref", "text"),
+    [
+        (version_pb2.AdapterRef(), "ref: run_id and adapter are both needed; one is empty"),
+        (
+            version_pb2.AdapterRef(run_id="run", adapter="default", version=1, digest=b"short"),
+            "ref.digest: 5 bytes; a SHA-256 has 32",
+        ),
+    ],
+)
+async def test_a_malformed_retire_ends_the_subscription_and_not_the_replica(
+    registry: AdapterRegistry,
+    follow: Follow,
+    caplog: pytest.LogCaptureFixture,
+    ref: version_pb2.AdapterRef,
+    text: str,
+) -> None:
+    """Fault 22: what a faulty trainer sends is refused; the served version goes on."""
+    retire = Event(retire=adapter_pb2.AdapterRetire(ref=ref))
+    trainer = FakeTrainer([*update_events(REF, MANIFEST, BUFFER), retire])
+    async with follow(trainer):
+        await eventually(lambda: len(trainer.subscriptions) >= 2)
+    assert registry.listing() == [REF]
+    messages = [item.message for item in caplog.records if item.levelno == logging.WARNING]
+    assert messages[0].partition(" ")[2].partition(": ")[2] == text
 
 
 async def test_a_refusal_is_logged_once_with_the_trainers_reasons(

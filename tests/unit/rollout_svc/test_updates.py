@@ -13,6 +13,7 @@ from common.adapter import AdapterRef, Dtype
 from common.errors import CorruptUpdate
 from common.wire import crc32c, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.engine import BoundReport
 from rollout_svc.metrics import Metrics
 from rollout_svc.receiver import Limits
 from rollout_svc.updates import UpdateApplier
@@ -187,10 +188,27 @@ async def test_what_does_not_fit_is_refused_before_any_byte(
 async def test_a_retired_version_is_not_listed(
     applier: UpdateApplier, registry: AdapterRegistry
 ) -> None:
-    ref, events = update()
+    old, events = update(1)
     await apply_all(applier, events)
-    await applier.apply(Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(ref))))
-    assert registry.listing() == []
+    new, events = update(2, seed=1)
+    await apply_all(applier, events)
+    await applier.apply(Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(old))))
+    assert registry.listing() == [new]
+    assert applier.metrics.registry.get_sample_value("refit_rollout_adapters_live") == 1.0
+
+
+async def test_an_update_refused_after_the_retire_leaves_the_old_version_listed(
+    applier: UpdateApplier, registry: AdapterRegistry, engine: FakeEngine, reports: Reports
+) -> None:
+    """faults.md 26, dynamo#8630: whatever the order, a refusal never empties the replica."""
+    old, events = update(1)
+    await apply_all(applier, events)
+    await applier.apply(Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(old))))
+    engine.answers = [BoundReport(0, 1, ("a.lora_A.weight (no module)",), "")]
+    _, events = update(2, seed=1)
+    await apply_all(applier, events)
+    assert reports.sent[-1].outcome == adapter_pb2.OUTCOME_REFUSED
+    assert registry.listing() == [old]
 
 
 async def test_an_ended_stream_leaves_no_half_received_directory(

@@ -176,7 +176,9 @@ async def test_waiting_ends_when_every_replica_has_answered(
     fleet: Fleet, published: list[AdapterRef]
 ) -> None:
     with fleet.joined(_request("r1")), fleet.joined(_request("r2")):
-        waiting = asyncio.ensure_future(fleet.wait_for("default", 1, replicas=1, timeout_seconds=5))
+        waiting = asyncio.ensure_future(
+            fleet.wait_for("default", 1, replicas=1, timeout_seconds=5, straggler_seconds=5)
+        )
         fleet.report(_report("r1", published[0]))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -190,7 +192,43 @@ async def test_waiting_ends_when_every_replica_has_answered(
 async def test_waiting_in_vain_says_why(fleet: Fleet) -> None:
     """faults.md 23, TRL#6797: every wait has a deadline."""
     with fleet.joined(_request()), pytest.raises(WaitExpired, match="r1: has not committed it"):
-        await fleet.wait_for("default", 1, replicas=1, timeout_seconds=0.01)
+        await fleet.wait_for("default", 1, replicas=1, timeout_seconds=0.01, straggler_seconds=5)
     with pytest.raises(WaitExpired, match="none is subscribed"):
-        await fleet.wait_for("default", 1, replicas=1, timeout_seconds=0.01)
+        await fleet.wait_for("default", 1, replicas=1, timeout_seconds=0.01, straggler_seconds=5)
     await fleet.close()
+
+
+async def test_a_subscriber_that_wants_another_adapter_is_not_waited_for(
+    fleet: Fleet, published: list[AdapterRef]
+) -> None:
+    """faults.md 23, prime-rl#2230: nobody can stall a step."""
+    observer = _request("observer")
+    observer.adapters.append("another")
+    with fleet.joined(_request("r1")), fleet.joined(observer):
+        fleet.report(_report("r1", published[0]))
+        async with asyncio.timeout(5):
+            ready = await fleet.wait_for(
+                "default", 1, replicas=1, timeout_seconds=60, straggler_seconds=60
+            )
+    assert [replica.id for replica in ready] == ["r1"]
+
+
+async def test_a_straggler_is_waited_for_only_so_long(
+    fleet: Fleet, published: list[AdapterRef]
+) -> None:
+    with fleet.joined(_request("r1")), fleet.joined(_request("hung")):
+        fleet.report(_report("r1", published[0]))
+        async with asyncio.timeout(5):
+            ready = await fleet.wait_for(
+                "default", 1, replicas=1, timeout_seconds=60, straggler_seconds=0.01
+            )
+    assert [replica.id for replica in ready] == ["r1"]
+
+
+async def test_a_report_of_what_was_never_published_is_refused(
+    fleet: Fleet, published: list[AdapterRef]
+) -> None:
+    with fleet.joined(_request()) as replica:
+        with pytest.raises(InvalidField, match="never published"):
+            fleet.report(_report("r1", replace(published[0], version=99)))
+        assert not replica.serves("default", 1)

@@ -144,6 +144,26 @@ def test_later_minibatches_are_measured_against_the_policy_that_sampled(
     assert metrics["clip_fraction"] > 0
 
 
+def test_dropout_is_no_mismatch(settings: WorkerSettings, batch: Batch) -> None:
+    trainer = MegatronTrainer(changed(settings, lora={"dropout": 0.1}))
+    trainer.step(batch)
+    metrics = trainer.step(on_policy(trainer, batch))
+    assert metrics["mismatch"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["tis_weight"] == pytest.approx(1.0, abs=1e-6)
+    advantages = sum(s.advantage * len(s.completion_ids) for s in batch.samples)
+    assert metrics["loss"] == pytest.approx(-advantages / 33, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_a_cap_of_zero_leaves_the_importance_weight_out(
+    settings: WorkerSettings, batch: Batch
+) -> None:
+    metrics = MegatronTrainer(changed(settings, train={"tis_cap": 0})).step(batch)
+    assert metrics["tis_weight"] == 1.0
+    assert metrics["mismatch"] > 0.1
+
+
 def test_without_an_advantage_nothing_moves(settings: WorkerSettings, batch: Batch) -> None:
     trainer = MegatronTrainer(settings)
     before = [p.detach().clone() for p in trainable_parameters(trainer.model)]
@@ -204,6 +224,19 @@ def test_a_checkpoint_resumes_bit_identically(
         assert {**new, "seconds": 0} == {**old, "seconds": 0}
     pairs = zip(trainable_parameters(first.model), trainable_parameters(second.model), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_resumed_run_follows_its_own_optimizer_settings(
+    settings: WorkerSettings, batch: Batch, tmp_path: Path
+) -> None:
+    first = MegatronTrainer(settings)
+    first.step(batch)
+    save_checkpoint(first, tmp_path / "step_1", state={})
+    own = {"betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.25}
+    second = MegatronTrainer(changed(settings, train=own))
+    load_checkpoint(second, tmp_path / "step_1")
+    (group,) = second.optimizer.state_dict()["adam"]["param_groups"]
+    assert {key: group[key] for key in own} == own
 
 
 def test_a_checkpoint_replaces_an_older_one_of_its_name(

@@ -18,6 +18,22 @@ def test_an_alpha_that_is_not_above_zero_is_refused(alpha: float) -> None:
         LoraSettings(alpha=alpha)
 
 
+@pytest.mark.parametrize(
+    "name", ["lr", "weight_decay", "eps", "max_grad_norm", "clip_ratio_high", "kl_coef", "tis_cap"]
+)
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_numbers_of_the_update_are_finite_and_not_negative(name: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=name):
+        TrainSettings.model_validate({name: value})
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, float("nan"))])
+def test_betas_lie_below_one(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="betas"):
+        TrainSettings(betas=betas)
+    assert TrainSettings(betas=(0.0, 0.0)).betas == (0.0, 0.0)
+
+
 def test_unknown_keys_are_refused() -> None:
     """faults.md 10, Megatron-Bridge create_peft."""
     with pytest.raises(ValidationError, match="lora_rank"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.adapter import Manifest, verify
-from common.errors import ConfigError, NoRun, WaitExpired, WorkerLost
+from common.errors import ConfigError, WaitExpired, WorkerGone, WorkerLost
 from trainer_svc.megatron.client import MegatronWorker
 from trainer_svc.megatron.protocol import Batch
 from trainer_svc.megatron.settings import WorkerSettings
@@ -39,7 +41,7 @@ async def test_a_worker_trains_exports_dies_and_resumes(
     worker = MegatronWorker(num_ranks=1, max_restarts=1)
     async with worker:
         await worker.wait_connected(deadline_seconds=START_SECONDS)
-        with pytest.raises(NoRun):
+        with pytest.raises(WorkerLost, match="new ranks cannot run step; init"):
             await worker.step(batch, deadline_seconds=DEADLINE_SECONDS)
         lost = settings.model_copy(update={"model_dir": tmp_path / "none"})
         with pytest.raises(ConfigError, match="model_dir: found no"):
@@ -73,6 +75,40 @@ async def test_a_worker_trains_exports_dies_and_resumes(
     assert not alive(worker.pid)
 
 
+@pytest.mark.timeout(180)
+async def test_ranks_that_died_idle_take_no_command_before_init(
+    settings: WorkerSettings, batch: Batch
+) -> None:
+    async with MegatronWorker(num_ranks=1, max_restarts=1) as worker:
+        await worker.wait_connected(deadline_seconds=START_SECONDS)
+        await worker.init(settings, deadline_seconds=DEADLINE_SECONDS)
+        (rank,) = children(worker.pid)
+        os.kill(rank, signal.SIGKILL)
+        await _until(lambda: children(worker.pid) not in ([], [rank]))
+        await worker.wait_connected(deadline_seconds=START_SECONDS)
+        with pytest.raises(WorkerLost, match="new ranks cannot run step; init"):
+            await worker.step(batch, deadline_seconds=DEADLINE_SECONDS)
+        await worker.init(settings, deadline_seconds=DEADLINE_SECONDS)
+        metrics = await worker.step(batch, deadline_seconds=DEADLINE_SECONDS)
+        assert metrics["tokens"] == 33
+
+        (rank,) = children(worker.pid)
+        os.kill(rank, signal.SIGKILL)
+        await _until(lambda: not alive(worker.pid))
+        with pytest.raises(WorkerGone, match="torchrun ended with status 1"):
+            await worker.wait_connected(deadline_seconds=START_SECONDS)
+
+
+@pytest.mark.timeout(90)
+async def test_idle_ranks_end_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    async with MegatronWorker(num_ranks=1, max_restarts=0) as worker:
+        await worker.wait_connected(deadline_seconds=START_SECONDS)
+        (rank,) = children(worker.pid)
+    assert not alive(rank)
+    assert not alive(worker.pid)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.timeout(90)
 async def test_ranks_end_when_they_are_told_to() -> None:
     async with MegatronWorker(num_ranks=1, max_restarts=0) as worker:
@@ -82,6 +118,16 @@ async def test_ranks_end_when_they_are_told_to() -> None:
         assert not alive(rank)
         with pytest.raises(WorkerLost):
             await worker.logprobs(_any_batch(), deadline_seconds=DEADLINE_SECONDS)
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    def wait() -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    await asyncio.to_thread(wait)
 
 
 async def _export(worker: MegatronWorker, path: Path) -> Manifest:

@@ -41,15 +41,35 @@ def test_skipping_goes_on_where_a_run_stopped(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("", "is empty"),
+        ("\n \n", "is empty"),
+        ('\n{"prompt": "a\u2028b\u0085c"}\n\n{', r"data\.jsonl:4: not JSON"),
+        ('{"prompt": 1}\r\n\r\n[]\r\n', r"data\.jsonl:3: needs a `messages`"),
         ("{", r"data\.jsonl:1: not JSON"),
         ('{"prompt": 1}\n{"text": 1}', r"data\.jsonl:2: needs a `messages` or a `prompt` key"),
     ],
 )
 def test_a_bad_file_is_refused_naming_the_line(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8", newline="")
 
     with pytest.raises(ConfigError, match=expected):
+        load_examples(str(file), seed=0)
+
+
+def test_only_a_newline_ends_a_line_and_blank_ones_are_skipped(tmp_path: Path) -> None:
+    """U+2028, U+2029 and U+0085 are plain text in JSON; splitlines() would cut there."""
+    file = tmp_path / "data.jsonl"
+    text = "a\u2028b\u2029c\u0085d"
+    file.write_text(f'\n{{"prompt": "{text}"}}\r\n \n{{"prompt": "e"}}', encoding="utf-8")
+
+    assert sorted(_take(str(file), seed=0, count=2)) == [text, "e"]
+
+
+def test_a_file_that_is_not_utf8_is_refused_at_the_byte(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"prompt": "\xff"}')
+
+    with pytest.raises(ConfigError, match=r"data\.jsonl: not UTF-8 at byte 12; save it as UTF-8"):
         load_examples(str(file), seed=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator
@@ -25,11 +26,20 @@ Response = rollout_pb2.GenerateResponse
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers two completions, or raises after the first token when told to."""
+    """Answers two completions; fails after their first tokens, `failures` times, when told to."""
 
-    def __init__(self, *, error: RefitError | None = None, ref: object = REF, cut: bool = False):
+    def __init__(
+        self,
+        *,
+        error: RefitError | None = None,
+        failures: int = 99,
+        ref: object = REF,
+        cut: bool = False,
+        hangs: bool = False,
+    ) -> None:
         self.requests: list[rollout_pb2.GenerateRequest] = []
-        self._error, self._ref, self._cut = error, ref, cut
+        self._error, self._failures, self._ref = error, failures, ref
+        self._cut, self._hangs = cut, hangs
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
@@ -40,7 +50,9 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
             yield Response(
                 index=index, token_ids=[index], logprobs=[-1.0 - index], text="a", adapter=made_by
             )
-        if self._error:
+        if self._hangs:
+            await asyncio.Event().wait()
+        if self._error and len(self.requests) <= self._failures:
             raise self._error
         for index in (0,) if self._cut else (0, 1):
             yield Response(
@@ -104,16 +116,32 @@ async def test_a_group_is_put_together_by_index() -> None:
     assert (selector.run_id, selector.adapter, selector.version) == ("run", "default", 3)
 
 
-@pytest.mark.parametrize("broken", [Replica(error=AdapterNotFound("gone")), Replica(cut=True)])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Replica(error=AdapterNotFound("gone")),
+        Replica(error=RefitError("INTERNAL, by its status")),
+        Replica(cut=True),
+        Replica(hangs=True),
+    ],
+)
 async def test_a_group_that_breaks_is_sampled_elsewhere_and_counted_once(broken: Replica) -> None:
     """faults.md 24, SkyRL#2035: nothing of the broken answer is kept."""
     whole = Replica()
     async with _fleet(broken, whole) as fleet:
-        group = await _sampler(fleet).group([5], version=3, timeout_seconds=5)
+        group = await _sampler(fleet).group([5], version=3, timeout_seconds=2)
         assert [replica.outstanding for replica in fleet.replicas] == [0, 0]
 
     assert [c.token_ids for c in group] == [[0, 9], [1, 9]]
     assert broken.requests[0].request_id != whole.requests[0].request_id
+
+
+async def test_the_only_replica_is_asked_again_after_a_hiccup() -> None:
+    replica = Replica(error=AdapterNotFound("not yet"), failures=1)
+    async with _fleet(replica) as fleet:
+        group = await _sampler(fleet).group([5], version=3, timeout_seconds=5)
+
+    assert len(group) == len(replica.requests) == 2
 
 
 async def test_when_every_replica_failed_the_wait_has_an_end() -> None:
