@@ -87,7 +87,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = commands.add_parser("demo", help="GRPO on a small task: both services, end to end")
     parser.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps")
     parser.add_argument("--fast", action="store_true", help="a tiny random model, about a minute")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (runs/demo)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="run directory (runs/demo, runs/demo-fast)"
+    )
     parser.set_defaults(run=_demo)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.adapter import AdapterRef
-from common.errors import AdapterNotFound, AlreadyExists, Incompatible, Unavailable, WaitExpired
+from common.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    Incompatible,
+    RefitError,
+    Unavailable,
+    WaitExpired,
+)
 from rollout_svc.engine import BoundReport, Engine, EngineAdapter
 from rollout_svc.selector import Rule, Selector
 
@@ -93,7 +101,9 @@ class AdapterRegistry:
             reports = await self.engine.load(loaded)
             _refuse_unbound(ref, reports)
         except BaseException:
-            await self.engine.unload(loaded.id)
+            # A dead engine's error must not take the place of a cancellation that is under way.
+            with contextlib.suppress(RefitError):
+                await self.engine.unload(loaded.id)
             raise
         self._live.append(LiveAdapter(ref, loaded))
         self._retain(ref)

@@ -122,6 +122,7 @@ class Fleet:
         if self._needed is None:
             raise Unavailable("the run is starting and has no adapter yet; subscribe again")
         if reasons := list(self._mismatches(request, self._needed)):
+            log.warning("refused replica %s: %s", request.replica_id, "; ".join(reasons))
             raise Incompatible("; ".join(reasons))
 
     def _mismatches(

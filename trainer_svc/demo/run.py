@@ -39,7 +39,7 @@ def main(*, steps: int | None, fast: bool, out: Path | None) -> int:
         ConfigError: `out` holds something that no demo left.
         Unavailable: a service ended before the run did.
     """
-    out = out or Path("runs/demo")
+    out = out or Path("runs/demo-fast" if fast else "runs/demo")
     _make_room(out)
     plan = _fast_plan() if fast else _plan()
     if steps:
@@ -153,6 +153,6 @@ def _finish(out: Path) -> int:
     plots.reward_png(rows, out / "reward.png")
     summary = json.loads((out / "summary.json").read_text())
     for key, value in summary.items():
-        print(f"{key:20} {value}")
+        print(f"{key:20} {value:.4g}" if isinstance(value, float) else f"{key:20} {value}")
     print(f"records in {out}")
     return 0

@@ -106,6 +106,11 @@ class GrpoLoop:
         control = self._parts.node.control
         row = await self._step(step)
         self._parts.records.append(row)
+        log.info(
+            "step %d of %d: reward %.3f, version %d on %d replicas, %.1f s",
+            *(step, self._rl.steps, row["reward_mean"], row["version"], len(row["replicas"])),
+            row["step_seconds"],
+        )
         numbers = {key: float(v) for key, v in row.items() if isinstance(v, int | float)}
         last = step == self._rl.steps or control.stopping
         due = last or step % self._rl.checkpoint_every_steps == 0
@@ -203,6 +208,7 @@ class GrpoLoop:
             version=self._parts.run_dir.spend_version(),
         )
         await self._parts.node.ready()
+        log.info("published %s, waiting for replicas", self._current)
         replicas = await self._parts.node.fleet.wait_for(
             self._current.adapter,
             self._current.version,
@@ -225,6 +231,7 @@ class GrpoLoop:
         if checkpoint := parts.run_dir.last_checkpoint():
             path, step = checkpoint
             await parts.worker.load(path, deadline_seconds=deadline_seconds)
+        log.info("at step %d of %d", step, self._rl.steps)
         parts.node.control.step = step
         self._examples = parts.examples(step * self._rl.prompts_per_step)
         parts.records.truncate(step)

@@ -12,7 +12,7 @@ import pytest
 from common.adapter import AdapterRef
 from common.errors import AdapterNotFound, AlreadyExists, Incompatible, Unavailable, WaitExpired
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport
+from rollout_svc.engine import BoundReport, EngineAdapter, EngineDead
 from rollout_svc.selector import Rule, Selector
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
@@ -300,3 +300,27 @@ async def test_without_a_run_the_one_committed_last_answers(
     async with registry.admit(Selector(Rule.LATEST, "default", run_id="run"), wait_seconds=1) as it:
         assert it is not None
         assert it.ref == old
+
+
+class DyingEngine(FakeEngine):
+    """Never finishes a load, and is dead by the time that the load is given up."""
+
+    async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    async def unload(self, adapter_id: int) -> None:
+        raise EngineDead("the engine ended")
+
+
+async def test_a_cancelled_commit_stays_cancelled_when_the_engine_is_dead(tmp_path: Path) -> None:
+    """faults.md 22, AReaL#1160: a replica whose engine died during an update must end, too."""
+    registry = AdapterRegistry(engine=DyingEngine(), slots=3, keep_versions=2, slot_wait_seconds=1)
+    commit = asyncio.ensure_future(
+        registry.commit(AdapterRef("run", "default", 1, b"d" * 32), tmp_path / "adapter")
+    )
+    await asyncio.sleep(0)
+    commit.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await commit

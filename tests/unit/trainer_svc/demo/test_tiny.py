@@ -17,7 +17,7 @@ def test_config(model_dir: Path) -> None:
     config = json.loads((model_dir / "config.json").read_text())
     expected = {
         "architectures": ["LlamaForCausalLM"],
-        "dtype": "bfloat16",
+        "dtype": "float32",
         "head_dim": 32,
         "hidden_size": 128,
         "num_attention_heads": 4,
