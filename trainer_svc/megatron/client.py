@@ -28,8 +28,12 @@ from trainer_svc.megatron.protocol import (
 )
 from trainer_svc.megatron.settings import WorkerSettings
 
-_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that wait for each other sleep; spinning, they would take the cores of a neighbour."""
+_ENVIRONMENT = {
+    # Threads that wait for each other sleep; spinning, they would take a neighbour's cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Megatron-core warns at every import of what is not installed; the log is for the run.
+    "PYTHONWARNINGS": "ignore",
+}
 
 _NEED_NO_MODEL = ("init", "stop")
 """Commands for ranks that were not initialised."""
@@ -70,7 +74,7 @@ class MegatronWorker:
         self._process = await asyncio.create_subprocess_exec(
             *self._command(socket_path),
             stdin=asyncio.subprocess.DEVNULL,
-            env=_THREADS | os.environ,
+            env=_ENVIRONMENT | os.environ,
             start_new_session=True,
         )
         return self
