@@ -218,6 +218,19 @@ def test_grpcurl_lists_checks_and_asks_for_versions(pair: Pair, service: str) ->
     assert [ref["version"] for ref in version["adapters"]] == ["4", "5"]
 
 
+def test_grpcurl_generates_and_shows_the_run(pair: Pair) -> None:
+    request = {
+        "text": "Hello",
+        "sampling": {"max_tokens": 8},
+        "adapter": {"adapter": "default", "rule": "VERSION_RULE_LATEST"},
+    }
+    answer = grpcurl("-d", json.dumps(request), pair.rollout, "refit.v1.RolloutService/Generate")
+    status = json.loads(grpcurl(pair.trainer, "refit.v1.TrainerService/GetStatus"))
+
+    assert f'"version": "{STEPS + 1}"' in answer
+    assert (status["state"], status["step"]) == ("RUN_STATE_FINISHED", STEPS)
+
+
 def _subscribe(pair: Pair, request: adapter_pb2.AdapterUpdateRequest) -> tuple[Manifest, bytes]:
     """The first update of a subscription."""
     with grpc.insecure_channel(pair.trainer) as channel:
