@@ -61,7 +61,7 @@ def _plan() -> Plan:
         trainer={
             "rl.data": "trainer_svc.demo.task:prompts",
             "rl.reward": "trainer_svc.demo.task:reward",
-            "rl.steps": "30",
+            "rl.steps": "40",
             "rl.prompts_per_step": "8",
             "rl.group_size": "8",
             "rl.max_tokens": "16",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from trainer_svc.megatron.protocol import (
 from trainer_svc.megatron.settings import WorkerSettings
 
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 10
 _IDLE_TIMEOUT = timedelta(days=365)
 
 
@@ -137,6 +139,8 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True, help="the service's Unix socket")
     args = parser.parse_args()
     _end_with_parent()
+    # The service answers health checks and streams adapters while a step has every core.
+    os.nice(_NICENESS)
     dist.init_process_group(cpu.BACKEND)
     if cpu.HAVE_CUDA:
         torch.cuda.set_device(dist.get_node_local_rank())
