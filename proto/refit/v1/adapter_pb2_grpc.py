@@ -79,6 +79,7 @@ class AdapterServiceServicer(object):
         trainer's digest, the trainer sends the replica no prompt that needs the version.
 
         NOT_FOUND: no subscription with this replica id is open.
+        INVALID_ARGUMENT: a field is malformed, or the version was never published.
         DATA_LOSS: the reported digest is not the one that was published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
