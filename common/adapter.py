@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+from blake3 import blake3
 
 from common.errors import CorruptUpdate
 
@@ -44,7 +45,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     layout: Layout
     offset_bytes: int
-    sha256: bytes
+    digest: bytes
     alias_of: str = ""
 
     @property
@@ -88,10 +89,10 @@ class Manifest:
         return sum(t.size_bytes for t in self.tensors if not t.alias_of)
 
     def digest(self) -> bytes:
-        """SHA-256 that names this content: 32 bytes.
+        """BLAKE3 that names this content: 32 bytes.
 
         Taken over a canonical JSON of base, configuration and tensor table. The table holds every
-        tensor's own SHA-256, so each byte is hashed once and still is covered.
+        tensor's own BLAKE3, so each byte is hashed once and still is covered.
         """
         content = {
             "base": self.base_fingerprint,
@@ -102,11 +103,11 @@ class Manifest:
                 self.lora.use_rslora,
             ],
             "tensors": [
-                [t.name, t.dtype.value, t.shape, t.layout.value, t.alias_of, t.sha256.hex()]
+                [t.name, t.dtype.value, t.shape, t.layout.value, t.alias_of, t.digest.hex()]
                 for t in self.tensors
             ],
         }
-        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).digest()
+        return blake3(json.dumps(content, separators=(",", ":")).encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,25 @@ class AdapterRef:
 
 
 @dataclass(frozen=True, slots=True)
+class CanarySequence:
+    """Token ids, and the log-probability of each but the first given those before it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """What a replica scores before it commits a version.
+
+    `max_difference` bounds the mean absolute difference of the log-probabilities, at temperature 1.
+    """
+
+    sequences: tuple[CanarySequence, ...]
+    max_difference: float
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor to be laid out: what `plan` needs to know of it."""
 
@@ -136,12 +156,13 @@ class TensorEntry:
 def plan(entries: Iterable[TensorEntry]) -> tuple[TensorSpec, ...]:
     """Lay tensors out back to back, four-byte types before two-byte ones, digests still empty.
 
-    Nothing is padded, so the flat buffer is also the data section of a safetensors file, and every
-    tensor is aligned to its element size.
+    A factors come before B factors, which change in another way from step to step: a delta of like
+    bytes is smaller. Nothing is padded, so the flat buffer is also the data section of a
+    safetensors file, and every tensor is aligned to its element size.
     """
     specs: dict[str, TensorSpec] = {}
     end_bytes = 0
-    for entry in sorted(entries, key=lambda e: (-e.dtype.itemsize, bool(e.alias_of))):
+    for entry in sorted(entries, key=_place):
         offset = specs[entry.alias_of].offset_bytes if entry.alias_of else end_bytes
         spec = TensorSpec(
             entry.name, entry.dtype, entry.shape, entry.layout, offset, b"", entry.alias_of
@@ -151,16 +172,20 @@ def plan(entries: Iterable[TensorEntry]) -> tuple[TensorSpec, ...]:
     return tuple(specs.values())
 
 
+def _place(entry: TensorEntry) -> tuple[int, str, bool]:
+    return -entry.dtype.itemsize, entry.layout.value, bool(entry.alias_of)
+
+
 def seal(specs: Iterable[TensorSpec], buffer: memoryview) -> tuple[TensorSpec, ...]:
     """Fill in the tensors' digests from the finished flat buffer; each byte is hashed once."""
     sealed: dict[str, TensorSpec] = {}
     for spec in specs:
         digest = (
-            sealed[spec.alias_of].sha256
+            sealed[spec.alias_of].digest
             if spec.alias_of
-            else hashlib.sha256(buffer[spec.offset_bytes : spec.end_bytes]).digest()
+            else blake3(buffer[spec.offset_bytes : spec.end_bytes]).digest()
         )
-        sealed[spec.name] = replace(spec, sha256=digest)
+        sealed[spec.name] = replace(spec, digest=digest)
     return tuple(sealed.values())
 
 
@@ -173,9 +198,9 @@ def verify(specs: Iterable[TensorSpec], buffer: memoryview) -> None:
     for spec in specs:
         if spec.alias_of:
             continue
-        found = hashlib.sha256(buffer[spec.offset_bytes : spec.end_bytes]).digest()
-        if found != spec.sha256:
+        found = blake3(buffer[spec.offset_bytes : spec.end_bytes]).digest()
+        if found != spec.digest:
             raise CorruptUpdate(
-                f"tensor {spec.name!r}: SHA-256 {found.hex()[:12]} instead of "
-                f"{spec.sha256.hex()[:12]}; the bytes changed on the way, send the update again"
+                f"tensor {spec.name!r}: BLAKE3 {found.hex()[:12]} instead of "
+                f"{spec.digest.hex()[:12]}; the bytes changed on the way, send the update again"
             )

@@ -48,6 +48,10 @@ class Incompatible(RefitError):
     code = StatusCode.FAILED_PRECONDITION
 
 
+class CanaryRefused(Incompatible):
+    """The replica's log-probabilities under a new version are not the trainer's."""
+
+
 class NoRun(RefitError):
     """The call needs a run in progress."""
 
@@ -60,10 +64,34 @@ class StagingFull(RefitError, OSError):
     code = StatusCode.RESOURCE_EXHAUSTED
 
 
+class QueueFull(RefitError):
+    """As many requests, or subscribers, as are taken are here already."""
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unauthenticated(RefitError):
+    """The call carries no token, or one that nobody knows."""
+
+    code = StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(RefitError):
+    """The token is known, but has not the role that the call needs."""
+
+    code = StatusCode.PERMISSION_DENIED
+
+
 class CorruptUpdate(RefitError):
     """Bytes of an update are missing, misplaced or not what their checksum says."""
 
     code = StatusCode.DATA_LOSS
+
+
+class NotHeld(RefitError):
+    """An update refers to a version that is no longer here; the sender is told what is."""
+
+    code = StatusCode.ABORTED
 
 
 class WaitExpired(RefitError, TimeoutError):

@@ -55,7 +55,7 @@ def ref_from_proto(msg: version_pb2.AdapterRef) -> AdapterRef:
     if msg.version < 1:
         raise InvalidField(f"ref.version: {msg.version}; versions begin at 1")
     if len(msg.digest) != 32:
-        raise InvalidField(f"ref.digest: {len(msg.digest)} bytes; a SHA-256 has 32")
+        raise InvalidField(f"ref.digest: {len(msg.digest)} bytes; a digest has 32")
     return AdapterRef(msg.run_id, msg.adapter, msg.version, msg.digest)
 
 
@@ -85,7 +85,7 @@ def _spec_to_proto(spec: TensorSpec) -> tensor_pb2.TensorSpec:
         offset_bytes=0 if spec.alias_of else spec.offset_bytes,
         size_bytes=spec.size_bytes,
         alias_of=spec.alias_of,
-        sha256=spec.sha256,
+        digest=spec.digest,
     )
 
 
@@ -145,8 +145,8 @@ def _spec_from_proto(
         raise InvalidField(f"{field}: layout {msg.layout} is none this version knows")
     if len(msg.shape) != 2 or min(msg.shape) < 1:
         raise InvalidField(f"{field}: shape {list(msg.shape)}; LoRA factors have two dimensions")
-    if len(msg.sha256) != 32:
-        raise InvalidField(f"{field}: sha256 has {len(msg.sha256)} bytes instead of 32")
+    if len(msg.digest) != 32:
+        raise InvalidField(f"{field}: digest has {len(msg.digest)} bytes instead of 32")
     dtype, source = dtype_from_proto(msg.dtype, field=field), earlier.get(msg.alias_of)
     if msg.alias_of and source is None:
         raise InvalidField(f"{field}: alias_of {msg.alias_of!r} names no earlier tensor")
@@ -156,7 +156,7 @@ def _spec_from_proto(
         shape=tuple(msg.shape),
         layout=_LAYOUTS_IN[msg.layout],
         offset_bytes=source.offset_bytes if source else msg.offset_bytes,
-        sha256=msg.sha256,
+        digest=msg.digest,
         alias_of=msg.alias_of,
     )
     if spec.size_bytes != msg.size_bytes:
@@ -173,4 +173,4 @@ def _spec_from_proto(
 
 
 def _content(spec: TensorSpec) -> tuple[Dtype, tuple[int, ...], bytes]:
-    return spec.dtype, spec.shape, spec.sha256
+    return spec.dtype, spec.shape, spec.digest

@@ -90,7 +90,7 @@ def manifest_to_json(manifest: Manifest) -> Json:
                 "shape": list(spec.shape),
                 "layout": spec.layout.value,
                 "offset_bytes": spec.offset_bytes,
-                "sha256": spec.sha256.hex(),
+                "digest": spec.digest.hex(),
                 "alias_of": spec.alias_of,
             }
             for spec in manifest.tensors
@@ -111,7 +111,7 @@ def manifest_from_json(raw: Mapping[str, Any]) -> Manifest:
                 shape=tuple(item["shape"]),
                 layout=Layout(item["layout"]),
                 offset_bytes=item["offset_bytes"],
-                sha256=bytes.fromhex(item["sha256"]),
+                digest=bytes.fromhex(item["digest"]),
                 alias_of=item["alias_of"],
             )
             for item in raw["tensors"]

@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENCODING_UNSPECIFIED: _ClassVar[Encoding]
+    ENCODING_RAW: _ClassVar[Encoding]
+    ENCODING_HELD: _ClassVar[Encoding]
+    ENCODING_XOR_ZSTD: _ClassVar[Encoding]
+
 class AdapterKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ADAPTER_KIND_UNSPECIFIED: _ClassVar[AdapterKind]
@@ -18,69 +25,148 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
     OUTCOME_COMMITTED: _ClassVar[Outcome]
     OUTCOME_REFUSED: _ClassVar[Outcome]
+
+class UpdateStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UPDATE_STAGE_UNSPECIFIED: _ClassVar[UpdateStage]
+    UPDATE_STAGE_MANIFEST: _ClassVar[UpdateStage]
+    UPDATE_STAGE_WIRE: _ClassVar[UpdateStage]
+    UPDATE_STAGE_STAGE: _ClassVar[UpdateStage]
+    UPDATE_STAGE_LOAD: _ClassVar[UpdateStage]
+    UPDATE_STAGE_CANARY: _ClassVar[UpdateStage]
+ENCODING_UNSPECIFIED: Encoding
+ENCODING_RAW: Encoding
+ENCODING_HELD: Encoding
+ENCODING_XOR_ZSTD: Encoding
 ADAPTER_KIND_UNSPECIFIED: AdapterKind
 ADAPTER_KIND_LORA: AdapterKind
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMMITTED: Outcome
 OUTCOME_REFUSED: Outcome
+UPDATE_STAGE_UNSPECIFIED: UpdateStage
+UPDATE_STAGE_MANIFEST: UpdateStage
+UPDATE_STAGE_WIRE: UpdateStage
+UPDATE_STAGE_STAGE: UpdateStage
+UPDATE_STAGE_LOAD: UpdateStage
+UPDATE_STAGE_CANARY: UpdateStage
 
 class AdapterUpdateRequest(_message.Message):
-    __slots__ = ("replica_id", "advertised_address", "base_model", "capabilities", "adapters", "held")
+    __slots__ = ("replica_id", "advertised_address", "base_model", "capabilities", "adapters", "held", "partial", "run_id", "lost_parent")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADVERTISED_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOST_PARENT_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     advertised_address: str
     base_model: _version_pb2.BaseModel
     capabilities: ReplicaCapabilities
     adapters: _containers.RepeatedScalarFieldContainer[str]
     held: _containers.RepeatedCompositeFieldContainer[_version_pb2.AdapterRef]
-    def __init__(self, replica_id: _Optional[str] = ..., advertised_address: _Optional[str] = ..., base_model: _Optional[_Union[_version_pb2.BaseModel, _Mapping]] = ..., capabilities: _Optional[_Union[ReplicaCapabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ...) -> None: ...
+    partial: PartialUpdate
+    run_id: str
+    lost_parent: str
+    def __init__(self, replica_id: _Optional[str] = ..., advertised_address: _Optional[str] = ..., base_model: _Optional[_Union[_version_pb2.BaseModel, _Mapping]] = ..., capabilities: _Optional[_Union[ReplicaCapabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ..., partial: _Optional[_Union[PartialUpdate, _Mapping]] = ..., run_id: _Optional[str] = ..., lost_parent: _Optional[str] = ...) -> None: ...
+
+class PartialUpdate(_message.Message):
+    __slots__ = ("ref", "received")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    ref: _version_pb2.AdapterRef
+    received: _containers.RepeatedCompositeFieldContainer[ByteRange]
+    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., received: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ...) -> None: ...
+
+class ByteRange(_message.Message):
+    __slots__ = ("begin_bytes", "end_bytes")
+    BEGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    END_BYTES_FIELD_NUMBER: _ClassVar[int]
+    begin_bytes: int
+    end_bytes: int
+    def __init__(self, begin_bytes: _Optional[int] = ..., end_bytes: _Optional[int] = ...) -> None: ...
 
 class ReplicaCapabilities(_message.Message):
-    __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras")
+    __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras", "encodings", "relay")
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     DTYPES_FIELD_NUMBER: _ClassVar[int]
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     max_rank: int
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     dtypes: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Dtype]
     max_loras: int
-    def __init__(self, max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.Dtype, str]]] = ..., max_loras: _Optional[int] = ...) -> None: ...
+    encodings: _containers.RepeatedScalarFieldContainer[Encoding]
+    relay: bool
+    def __init__(self, max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.Dtype, str]]] = ..., max_loras: _Optional[int] = ..., encodings: _Optional[_Iterable[_Union[Encoding, str]]] = ..., relay: bool = ...) -> None: ...
 
 class AdapterUpdateResponse(_message.Message):
-    __slots__ = ("manifest", "chunk", "commit", "retire", "heartbeat")
+    __slots__ = ("manifest", "chunk", "commit", "retire", "heartbeat", "tensors", "alias", "parent")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     manifest: AdapterManifest
     chunk: AdapterChunk
     commit: AdapterCommit
     retire: AdapterRetire
     heartbeat: Heartbeat
-    def __init__(self, manifest: _Optional[_Union[AdapterManifest, _Mapping]] = ..., chunk: _Optional[_Union[AdapterChunk, _Mapping]] = ..., commit: _Optional[_Union[AdapterCommit, _Mapping]] = ..., retire: _Optional[_Union[AdapterRetire, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    tensors: ManifestTensors
+    alias: AdapterAlias
+    parent: AdapterParent
+    def __init__(self, manifest: _Optional[_Union[AdapterManifest, _Mapping]] = ..., chunk: _Optional[_Union[AdapterChunk, _Mapping]] = ..., commit: _Optional[_Union[AdapterCommit, _Mapping]] = ..., retire: _Optional[_Union[AdapterRetire, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., tensors: _Optional[_Union[ManifestTensors, _Mapping]] = ..., alias: _Optional[_Union[AdapterAlias, _Mapping]] = ..., parent: _Optional[_Union[AdapterParent, _Mapping]] = ...) -> None: ...
 
 class AdapterManifest(_message.Message):
-    __slots__ = ("ref", "kind", "base_fingerprint", "lora", "tensors", "total_bytes")
+    __slots__ = ("ref", "kind", "base_fingerprint", "lora", "tensors", "total_bytes", "tensor_count", "delta_base", "canary")
     REF_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BASE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BASE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     ref: _version_pb2.AdapterRef
     kind: AdapterKind
     base_fingerprint: str
     lora: LoraConfig
     tensors: _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]
     total_bytes: int
-    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., kind: _Optional[_Union[AdapterKind, str]] = ..., base_fingerprint: _Optional[str] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_tensor_pb2.TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    tensor_count: int
+    delta_base: _version_pb2.AdapterRef
+    canary: Canary
+    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., kind: _Optional[_Union[AdapterKind, str]] = ..., base_fingerprint: _Optional[str] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_tensor_pb2.TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., delta_base: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+
+class ManifestTensors(_message.Message):
+    __slots__ = ("tensors",)
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[_tensor_pb2.TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class Canary(_message.Message):
+    __slots__ = ("sequences", "max_difference")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[CanarySequence]
+    max_difference: float
+    def __init__(self, sequences: _Optional[_Iterable[_Union[CanarySequence, _Mapping]]] = ..., max_difference: _Optional[float] = ...) -> None: ...
+
+class CanarySequence(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LoraConfig(_message.Message):
     __slots__ = ("rank", "alpha", "target_modules", "use_rslora")
@@ -95,14 +181,18 @@ class LoraConfig(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., use_rslora: bool = ...) -> None: ...
 
 class AdapterChunk(_message.Message):
-    __slots__ = ("offset_bytes", "data", "crc32c")
+    __slots__ = ("offset_bytes", "data", "crc32c", "encoding", "decoded_bytes")
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    DECODED_BYTES_FIELD_NUMBER: _ClassVar[int]
     offset_bytes: int
     data: bytes
     crc32c: int
-    def __init__(self, offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    encoding: Encoding
+    decoded_bytes: int
+    def __init__(self, offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32c: _Optional[int] = ..., encoding: _Optional[_Union[Encoding, str]] = ..., decoded_bytes: _Optional[int] = ...) -> None: ...
 
 class AdapterCommit(_message.Message):
     __slots__ = ("ref",)
@@ -116,27 +206,69 @@ class AdapterRetire(_message.Message):
     ref: _version_pb2.AdapterRef
     def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ...) -> None: ...
 
+class AdapterAlias(_message.Message):
+    __slots__ = ("ref",)
+    REF_FIELD_NUMBER: _ClassVar[int]
+    ref: _version_pb2.AdapterRef
+    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ...) -> None: ...
+
+class AdapterParent(_message.Message):
+    __slots__ = ("replica_id", "address", "run_id")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    run_id: str
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
-    __slots__ = ("interval_seconds",)
+    __slots__ = ("interval_seconds", "lease_seconds")
     INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     interval_seconds: float
-    def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
+    lease_seconds: float
+    def __init__(self, interval_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ReportAdapterRequest(_message.Message):
-    __slots__ = ("replica_id", "ref", "outcome", "reason", "timings", "bound_modules")
+    __slots__ = ("replica_id", "ref", "outcome", "reason", "timings", "bound_modules", "stage", "held", "wire_bytes", "canary_difference")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     BOUND_MODULES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CANARY_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     ref: _version_pb2.AdapterRef
     outcome: Outcome
     reason: str
     timings: UpdateTimings
     bound_modules: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, replica_id: _Optional[str] = ..., ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., timings: _Optional[_Union[UpdateTimings, _Mapping]] = ..., bound_modules: _Optional[_Iterable[int]] = ...) -> None: ...
+    stage: UpdateStage
+    held: _containers.RepeatedCompositeFieldContainer[_version_pb2.AdapterRef]
+    wire_bytes: int
+    canary_difference: float
+    def __init__(self, replica_id: _Optional[str] = ..., ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., timings: _Optional[_Union[UpdateTimings, _Mapping]] = ..., bound_modules: _Optional[_Iterable[int]] = ..., stage: _Optional[_Union[UpdateStage, str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ..., wire_bytes: _Optional[int] = ..., canary_difference: _Optional[float] = ...) -> None: ...
+
+class RenewLeaseRequest(_message.Message):
+    __slots__ = ("replica_id", "draining", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    draining: bool
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., draining: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RenewLeaseResponse(_message.Message):
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
 
 class UpdateTimings(_message.Message):
     __slots__ = ("wire_seconds", "stage_seconds", "commit_seconds")

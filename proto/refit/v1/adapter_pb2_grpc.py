@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class AdapterServiceStub(object):
     """Served by the trainer. A replica subscribes once; that one stream registers it, brings it up to
-    date, distributes every new version and shows that both sides live.
+    date, distributes every new version and shows that the trainer lives. A replica that relays serves
+    AdapterUpdate and ListAdapters to others; the other calls are UNIMPLEMENTED there.
     """
 
     def __init__(self, channel):
@@ -46,6 +47,11 @@ class AdapterServiceStub(object):
                 request_serializer=refit_dot_v1_dot_adapter__pb2.ReportAdapterRequest.SerializeToString,
                 response_deserializer=refit_dot_v1_dot_adapter__pb2.ReportAdapterResponse.FromString,
                 _registered_method=True)
+        self.RenewLease = channel.unary_unary(
+                '/refit.v1.AdapterService/RenewLease',
+                request_serializer=refit_dot_v1_dot_adapter__pb2.RenewLeaseRequest.SerializeToString,
+                response_deserializer=refit_dot_v1_dot_adapter__pb2.RenewLeaseResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/refit.v1.AdapterService/ListAdapters',
                 request_serializer=refit_dot_v1_dot_adapter__pb2.AdapterServiceListAdaptersRequest.SerializeToString,
@@ -55,20 +61,26 @@ class AdapterServiceStub(object):
 
 class AdapterServiceServicer(object):
     """Served by the trainer. A replica subscribes once; that one stream registers it, brings it up to
-    date, distributes every new version and shows that both sides live.
+    date, distributes every new version and shows that the trainer lives. A replica that relays serves
+    AdapterUpdate and ListAdapters to others; the other calls are UNIMPLEMENTED there.
     """
 
     def AdapterUpdate(self, request, context):
         """Opens a subscription. The current version (if there is one) comes at once, each later one when
-        it is published. An update is one `manifest`, `chunk`s that cover the flat buffer in order, and
-        one `commit`; updates never interleave. A subscriber that is slower than the trainer skips to
-        the newest version between updates, never inside one.
+        it is published. An update is one `manifest`, as many `tensors` as make up its table, `chunk`s
+        that cover the flat buffer in order, and one `commit`; updates never interleave. A subscriber
+        that is slower than the trainer skips to the newest version between updates, never inside one.
+
+        With relays a trainer sends `parent`, and from then on the bytes come from the replica it names:
+        the subscriber opens AdapterUpdate there as well, with the same request, and keeps both open.
 
         FAILED_PRECONDITION: the replica cannot serve this run; the message names every reason (base
         fingerprints, rank, modules, dtype).
         INVALID_ARGUMENT: a field of the request is missing or malformed.
         ALREADY_EXISTS: another live subscriber has this replica id.
-        UNAVAILABLE: the trainer is stopping or not yet started; subscribe again, with back-off.
+        RESOURCE_EXHAUSTED: this relay has as many children as it takes.
+        UNAVAILABLE: the trainer is stopping or not yet started, or the lease of this replica ran out;
+        subscribe again, with back-off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,8 +98,18 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewLease(self, request, context):
+        """The replica's heartbeat. A replica that is silent past its lease leaves the fleet, and its
+        subscription ends with UNAVAILABLE. With `draining` it takes no new prompt from then on.
+
+        NOT_FOUND: no subscription with this replica id is open; subscribe again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAdapters(self, request, context):
-        """The versions the trainer keeps, oldest first.
+        """The versions kept here, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +128,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     request_deserializer=refit_dot_v1_dot_adapter__pb2.ReportAdapterRequest.FromString,
                     response_serializer=refit_dot_v1_dot_adapter__pb2.ReportAdapterResponse.SerializeToString,
             ),
+            'RenewLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLease,
+                    request_deserializer=refit_dot_v1_dot_adapter__pb2.RenewLeaseRequest.FromString,
+                    response_serializer=refit_dot_v1_dot_adapter__pb2.RenewLeaseResponse.SerializeToString,
+            ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
                     request_deserializer=refit_dot_v1_dot_adapter__pb2.AdapterServiceListAdaptersRequest.FromString,
@@ -121,7 +148,8 @@ def add_AdapterServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdapterService(object):
     """Served by the trainer. A replica subscribes once; that one stream registers it, brings it up to
-    date, distributes every new version and shows that both sides live.
+    date, distributes every new version and shows that the trainer lives. A replica that relays serves
+    AdapterUpdate and ListAdapters to others; the other calls are UNIMPLEMENTED there.
     """
 
     @staticmethod
@@ -168,6 +196,33 @@ class AdapterService(object):
             '/refit.v1.AdapterService/ReportAdapter',
             refit_dot_v1_dot_adapter__pb2.ReportAdapterRequest.SerializeToString,
             refit_dot_v1_dot_adapter__pb2.ReportAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refit.v1.AdapterService/RenewLease',
+            refit_dot_v1_dot_adapter__pb2.RenewLeaseRequest.SerializeToString,
+            refit_dot_v1_dot_adapter__pb2.RenewLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,7 +68,8 @@ class RolloutServiceServicer(object):
         INVALID_ARGUMENT: a sampling parameter or the prompt is malformed or too long; the field is named.
         NOT_FOUND: unknown adapter, or a version that this replica does not serve. The base model never
         answers in its place.
-        ALREADY_EXISTS: a request with this id is running.
+        ALREADY_EXISTS: a request with this id is running, or ended and was another one.
+        RESOURCE_EXHAUSTED: as many requests as this replica takes are running and waiting.
         DEADLINE_EXCEEDED: AT_LEAST did not see its version in time.
         UNAVAILABLE: the engine is starting, paused past the deadline, draining or dead.
         """

@@ -27,7 +27,7 @@ TENSOR_LAYOUT_LORA_A: TensorLayout
 TENSOR_LAYOUT_LORA_B: TensorLayout
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "layout", "offset_bytes", "size_bytes", "alias_of", "sha256")
+    __slots__ = ("name", "dtype", "shape", "layout", "offset_bytes", "size_bytes", "alias_of", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -35,7 +35,7 @@ class TensorSpec(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ALIAS_OF_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: Dtype
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -43,5 +43,5 @@ class TensorSpec(_message.Message):
     offset_bytes: int
     size_bytes: int
     alias_of: str
-    sha256: bytes
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., shape: _Optional[_Iterable[int]] = ..., layout: _Optional[_Union[TensorLayout, str]] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., alias_of: _Optional[str] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., shape: _Optional[_Iterable[int]] = ..., layout: _Optional[_Union[TensorLayout, str]] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., alias_of: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from refit.v1 import adapter_pb2 as refit_dot_v1_dot_adapter__pb2
 from refit.v1 import version_pb2 as refit_dot_v1_dot_version__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16refit/v1/trainer.proto\x12\x08refit.v1\x1a\x16refit/v1/version.proto\"\x12\n\x10GetStatusRequest\"\x90\x02\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12!\n\x05state\x18\x02 \x01(\x0e\x32\x12.refit.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x05\x12\x13\n\x0bsteps_total\x18\x04 \x01(\x05\x12)\n\x08replicas\x18\x05 \x03(\x0b\x32\x17.refit.v1.ReplicaStatus\x12\x39\n\x07metrics\x18\x06 \x03(\x0b\x32(.refit.v1.GetStatusResponse.MetricsEntry\x12\x0f\n\x07message\x18\x07 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x82\x01\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x14.refit.v1.AdapterRef\x12\x13\n\x0boutstanding\x18\x04 \x01(\x05\x12\x0f\n\x07refusal\x18\x05 \x01(\t\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\"\x10\n\x0eStopRunRequest\"\x11\n\x0fStopRunResponse*\x82\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x14\n\x10RUN_STATE_FAILED\x10\x04\x32\xeb\x01\n\x0eTrainerService\x12\x44\n\tGetStatus\x12\x1a.refit.v1.GetStatusRequest\x1a\x1b.refit.v1.GetStatusResponse\x12S\n\x0eSaveCheckpoint\x12\x1f.refit.v1.SaveCheckpointRequest\x1a .refit.v1.SaveCheckpointResponse\x12>\n\x07StopRun\x12\x18.refit.v1.StopRunRequest\x1a\x19.refit.v1.StopRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16refit/v1/trainer.proto\x12\x08refit.v1\x1a\x16refit/v1/adapter.proto\x1a\x16refit/v1/version.proto\"\x12\n\x10GetStatusRequest\"\x90\x02\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12!\n\x05state\x18\x02 \x01(\x0e\x32\x12.refit.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x05\x12\x13\n\x0bsteps_total\x18\x04 \x01(\x05\x12)\n\x08replicas\x18\x05 \x03(\x0b\x32\x17.refit.v1.ReplicaStatus\x12\x39\n\x07metrics\x18\x06 \x03(\x0b\x32(.refit.v1.GetStatusResponse.MetricsEntry\x12\x0f\n\x07message\x18\x07 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc1\x02\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x14.refit.v1.AdapterRef\x12\x13\n\x0boutstanding\x18\x04 \x01(\x05\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.refit.v1.ReplicaState\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12,\n\rrefusal_stage\x18\x08 \x01(\x0e\x32\x15.refit.v1.UpdateStage\x12\x0e\n\x06parent\x18\t \x01(\t\x12\x1e\n\x11\x63\x61nary_difference\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nwire_bytes\x18\x0b \x01(\x03\x42\x14\n\x12_canary_difference\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\"\x10\n\x0eStopRunRequest\"\x11\n\x0fStopRunResponse*\x82\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x14\n\x10RUN_STATE_FAILED\x10\x04*\xd3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_JOINING\x10\x01\x12\x1d\n\x19REPLICA_STATE_CATCHING_UP\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x16\n\x12REPLICA_STATE_LOST\x10\x05\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x06\x32\xeb\x01\n\x0eTrainerService\x12\x44\n\tGetStatus\x12\x1a.refit.v1.GetStatusRequest\x1a\x1b.refit.v1.GetStatusResponse\x12S\n\x0eSaveCheckpoint\x12\x1f.refit.v1.SaveCheckpointRequest\x1a .refit.v1.SaveCheckpointResponse\x12>\n\x07StopRun\x12\x18.refit.v1.StopRunRequest\x1a\x19.refit.v1.StopRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +35,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=605
-  _globals['_RUNSTATE']._serialized_end=735
-  _globals['_GETSTATUSREQUEST']._serialized_start=60
-  _globals['_GETSTATUSREQUEST']._serialized_end=78
-  _globals['_GETSTATUSRESPONSE']._serialized_start=81
-  _globals['_GETSTATUSRESPONSE']._serialized_end=353
-  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_start=307
-  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_end=353
-  _globals['_REPLICASTATUS']._serialized_start=356
-  _globals['_REPLICASTATUS']._serialized_end=486
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=488
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=511
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=513
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=565
-  _globals['_STOPRUNREQUEST']._serialized_start=567
-  _globals['_STOPRUNREQUEST']._serialized_end=583
-  _globals['_STOPRUNRESPONSE']._serialized_start=585
-  _globals['_STOPRUNRESPONSE']._serialized_end=602
-  _globals['_TRAINERSERVICE']._serialized_start=738
-  _globals['_TRAINERSERVICE']._serialized_end=973
+  _globals['_RUNSTATE']._serialized_start=820
+  _globals['_RUNSTATE']._serialized_end=950
+  _globals['_REPLICASTATE']._serialized_start=953
+  _globals['_REPLICASTATE']._serialized_end=1164
+  _globals['_GETSTATUSREQUEST']._serialized_start=84
+  _globals['_GETSTATUSREQUEST']._serialized_end=102
+  _globals['_GETSTATUSRESPONSE']._serialized_start=105
+  _globals['_GETSTATUSRESPONSE']._serialized_end=377
+  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_start=331
+  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_end=377
+  _globals['_REPLICASTATUS']._serialized_start=380
+  _globals['_REPLICASTATUS']._serialized_end=701
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=703
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=726
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=728
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=780
+  _globals['_STOPRUNREQUEST']._serialized_start=782
+  _globals['_STOPRUNREQUEST']._serialized_end=798
+  _globals['_STOPRUNRESPONSE']._serialized_start=800
+  _globals['_STOPRUNRESPONSE']._serialized_end=817
+  _globals['_TRAINERSERVICE']._serialized_start=1167
+  _globals['_TRAINERSERVICE']._serialized_end=1402
 # @@protoc_insertion_point(module_scope)

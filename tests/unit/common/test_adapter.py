@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 import pytest
+from blake3 import blake3
 
 from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, plan, seal, verify
 from common.errors import CorruptUpdate
@@ -38,12 +38,12 @@ def test_seal_hashes_each_tensor_and_gives_an_alias_its_source_digest() -> None:
         TensorEntry("c", Dtype.FLOAT32, (1, 1), Layout.LORA_A, alias_of="a"),
     ]
 
-    sealed = {s.name: s.sha256 for s in seal(plan(entries), memoryview(b"\0\0\0\0\1\1\1\1"))}
+    sealed = {s.name: s.digest for s in seal(plan(entries), memoryview(b"\0\0\0\0\1\1\1\1"))}
 
     assert sealed == {
-        "a": hashlib.sha256(b"\0\0\0\0").digest(),
-        "b": hashlib.sha256(b"\1\1\1\1").digest(),
-        "c": hashlib.sha256(b"\0\0\0\0").digest(),
+        "a": blake3(b"\0\0\0\0").digest(),
+        "b": blake3(b"\1\1\1\1").digest(),
+        "c": blake3(b"\0\0\0\0").digest(),
     }
 
 

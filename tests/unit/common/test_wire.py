@@ -48,7 +48,7 @@ MUTATIONS: dict[str, tuple[Callable[[adapter_pb2.AdapterManifest], object], str]
     "huge": (lambda m: m.tensors[0].shape.__setitem__(0, 1 << 60), "size_bytes"),
     "hole": (lambda m: setattr(m.tensors[2], "offset_bytes", 1), "offset_bytes 1"),
     "alias of nobody": (lambda m: setattr(_alias(m), "alias_of", "x"), "no earlier tensor"),
-    "alias differs": (lambda m: setattr(_alias(m), "sha256", b"x" * 32), "differs from"),
+    "alias differs": (lambda m: setattr(_alias(m), "digest", b"x" * 32), "differs from"),
     "total": (lambda m: setattr(m, "total_bytes", 1), "total_bytes: 1"),
 }
 

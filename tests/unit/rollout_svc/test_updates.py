@@ -124,7 +124,7 @@ def with_bytes_past_the_end(events: list[Event]) -> list[Event]:
         (without_a_chunk, "chunk.offset_bytes: 100"),
         (without_the_last_chunk, "commit: 150 of 160 bytes"),
         (with_a_damaged_chunk, "chunk.crc32c"),
-        (with_wrong_bytes, "SHA-256"),
+        (with_wrong_bytes, "BLAKE3"),
         (with_bytes_past_the_end, "past the manifest's"),
     ],
 )
