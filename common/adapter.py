@@ -86,7 +86,7 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         """Size of the flat buffer."""
-        return sum(t.size_bytes for t in self.tensors if not t.alias_of)
+        return next((t.end_bytes for t in reversed(self.tensors) if not t.alias_of), 0)
 
     def digest(self) -> bytes:
         """BLAKE3 that names this content: 32 bytes.

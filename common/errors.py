@@ -88,6 +88,10 @@ class CorruptUpdate(RefitError):
     code = StatusCode.DATA_LOSS
 
 
+class WrongDigest(CorruptUpdate):
+    """The bytes came as they were sent, and are not what was published."""
+
+
 class NotHeld(RefitError):
     """An update refers to a version that is no longer here; the sender is told what is."""
 

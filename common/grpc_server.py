@@ -1,26 +1,32 @@
 """A gRPC server and its channels, set up the one way both services use.
 
-Health, reflection, keepalive and the mapping of errors live here, so that servicers only translate.
+Health, reflection, keepalive, limits, TLS and tokens live here, so that servicers only translate.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.errors import ConfigError, RefitError
+from common.errors import ConfigError
+from common.interceptors import Context as Context
+from common.interceptors import ErrorInterceptor, TokenInterceptor
+from common.security import PLAINTEXT, SecuritySettings
+from common.token_channel import TokenChannel
+from common.tokens import TokenBook
+from common.wire import MAX_CHUNK_BYTES
 
-log = logging.getLogger(__name__)
+MAX_MESSAGE_BYTES = MAX_CHUNK_BYTES + (64 << 10)
+"""Largest message that either side takes: the largest chunk, 4 MiB, and the fields around it. What
+grows with the model travels in several messages, so nothing larger is ever right."""
 
 _SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A peer whose machine is gone is noticed within 40 s, though nothing closes its connection.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -31,13 +37,12 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 ]
 _CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-"""What a servicer's methods get beside the request."""
 
 
 class GrpcServer:
@@ -45,15 +50,28 @@ class GrpcServer:
 
     Health knows two names: "" says that the process answers, a service's own name that it is ready
     for traffic. Everything but "" begins as NOT_SERVING.
+
+    Args:
+        servers: they are stopped together.
+        health_servicer: what all of them answer health checks with.
+        host, port: where the first one listens.
+        plaintext_health_port: where a second one answers health alone; None: there is none.
     """
 
     def __init__(
-        self, server: grpc.aio.Server, health_servicer: Any, *, host: str, port: int
+        self,
+        servers: Sequence[grpc.aio.Server],
+        health_servicer: Any,
+        *,
+        host: str,
+        port: int,
+        plaintext_health_port: int | None,
     ) -> None:
-        self._server = server
+        self._servers = servers
         self._health = health_servicer
         self.host = host
         self.port = port
+        self.plaintext_health_port = plaintext_health_port
 
     @property
     def address(self) -> str:
@@ -70,101 +88,110 @@ class GrpcServer:
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, and cancel those that run once the grace is over."""
-        await self._server.stop(grace_seconds)
+        await asyncio.gather(*(server.stop(grace_seconds) for server in self._servers))
 
 
 async def start_server(
-    register: Callable[[grpc.aio.Server], None], *, host: str, port: int, services: Sequence[str]
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    host: str,
+    port: int,
+    services: Sequence[str],
+    security: SecuritySettings = PLAINTEXT,
+    plaintext_health_port: int | None = None,
 ) -> GrpcServer:
-    """Bind and start. `register` adds the servicers; `services` are their full names.
+    """Bind and start.
+
+    Args:
+        register: adds the servicers.
+        host, port: where to listen; port 0 lets the system choose.
+        services: full names of what `register` adds.
+        security: TLS, and the tokens that calls need; health needs none.
+        plaintext_health_port: a second port that answers health alone, without TLS: Kubernetes'
+            probes show no certificate. 0 lets the system choose.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound, or a file of `security` cannot be used.
     """
-    server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_SERVER_OPTIONS)
-    register(server)
+    security.check()
     health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection(
-        [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    server = _server(register, services, security.tokens(), health_servicer)
+    bound = _bind(server, "port", host, port, security.server_credentials())
+    servers = [server]
+    if plaintext_health_port is not None:
+        probed = grpc.aio.server(options=_SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, probed)
+        plaintext_health_port = _bind(probed, "plaintext_health_port", host, plaintext_health_port)
+        servers.append(probed)
+    for each in servers:
+        await each.start()
+    running = GrpcServer(
+        servers,
+        health_servicer,
+        host=host,
+        port=bound,
+        plaintext_health_port=plaintext_health_port,
     )
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise ConfigError(
-            f"port: {host}:{port} cannot be bound; another process listens there, or the host is "
-            "not this machine's; choose another, or 0 for a free one"
-        ) from error
-    await server.start()
-    running = GrpcServer(server, health_servicer, host=host, port=bound)
     await running.set_serving("", True)
     for service in services:
         await running.set_serving(service, False)
     return running
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel with keepalive that notices a dead peer within 40 seconds."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-
-
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns domain errors into their status; any other into INTERNAL with a fixed text."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        coders = handler.request_deserializer, handler.response_serializer
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _mapped_stream(handler.unary_stream), *coders
-            )
-        return grpc.unary_unary_rpc_method_handler(_mapped_unary(handler.unary_unary), *coders)
-
-
-def _mapped_unary(method: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(request: Any, context: Context) -> Any:
-        async with _mapped(context):
-            return await method(request, context)
-
-    return call
-
-
-def _mapped_stream(method: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-        async with _mapped(context), contextlib.aclosing(method(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return call
-
-
-@contextlib.asynccontextmanager
-async def _mapped(context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except RefitError as error:
-        await _abort(context, error)
-    except grpc.aio.AbortError:
-        raise
-    except Exception:
-        log.exception("a call failed in a way nobody foresaw")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the server's log")
-
-
-async def _abort(context: Context, error: RefitError) -> NoReturn:
-    """End the call with the error's status and a machine-readable `ErrorInfo`."""
-    info = any_pb2.Any()
-    info.Pack(error_details_pb2.ErrorInfo(reason=type(error).__name__, domain="refit.v1"))
-    status = status_pb2.Status(code=error.code.value[0], message=str(error), details=[info])
-    await context.abort(
-        error.code,
-        str(error),
-        trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),),
+def _server(
+    register: Callable[[grpc.aio.Server], None],
+    services: Sequence[str],
+    tokens: TokenBook | None,
+    health_servicer: Any,
+) -> grpc.aio.Server:
+    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    if tokens:
+        interceptors.append(TokenInterceptor(tokens))
+    server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+    register(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection(
+        [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
-    raise AssertionError("abort always raises")
+    return server
+
+
+def _bind(
+    server: grpc.aio.Server,
+    field: str,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
+    """The port as the system chose it."""
+    address = f"{host}:{port}"
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{field}: {address} cannot be bound; another process listens there, or the host is "
+            "not this machine's; choose another, or 0 for a free one"
+        ) from error
+
+
+def connect(address: str, security: SecuritySettings | None = None) -> grpc.aio.Channel:
+    """A channel with keepalive that notices a dead peer within 40 seconds.
+
+    With `security` it is private, shows this service's certificate and carries its token. The
+    server's certificate must name the host in `address`; where it does not, or where one side
+    speaks TLS and the other not, calls end with gRPC's own UNAVAILABLE.
+
+    Raises:
+        ConfigError: a file of `security` cannot be used.
+    """
+    security = security or PLAINTEXT
+    credentials = security.channel_credentials()
+    channel = (
+        grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        if credentials is None
+        else grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+    )
+    token = security.token()
+    return TokenChannel(channel, token) if token else channel

@@ -6,18 +6,19 @@ received straight into the file that the engine will load, behind a header made 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common.adapter import LoraConfig, Manifest
 from common.errors import StagingFull
+from common.peft_checks import BASE_CHANGING_INITS
 from common.peft_reader import (
-    BASE_CHANGING_INITS,
     CONFIG_FILE,
     HEADER_LENGTH_BYTES,
     WEIGHTS_FILE,
@@ -37,12 +38,18 @@ __all__ = [
 ]
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+
+
 class PeftWriter:
     """A PEFT directory that is being written.
 
         writer = PeftWriter(path, manifest)
-        writer.buffer[:] = flat_bytes
+        writer.write(0, flat_bytes)
         writer.finish()
+
+    What was written can be read from `buffer`, as long as somebody has it, even when the files are
+    gone.
 
     Raises:
         StagingFull: the file system has no room for it; nothing is left behind.
@@ -54,52 +61,67 @@ class PeftWriter:
         header = _header(manifest)
         self._data_bytes = len(header)
         size = len(header) + sum(spec.size_bytes for spec in manifest.tensors)
-        path.mkdir(parents=True)
-        try:
-            (path / CONFIG_FILE).write_text(json.dumps(peft_config(manifest.lora, base_model)))
-            self._file = _allocate(path / WEIGHTS_FILE, size)
-        except OSError:
-            shutil.rmtree(path)
-            raise
-        self._file[: len(header)] = header
-        self._all = memoryview(self._file)
-        self.buffer = self._all[len(header) : len(header) + manifest.total_bytes]
-        """The flat buffer, writable: `manifest.total_bytes` long."""
+        config = json.dumps(peft_config(manifest.lora, base_model))
+        self._file, mapped = _create(path, config=config, weights_bytes=size)
+        self._write(0, header)
+        self.buffer = memoryview(mapped)[len(header) : len(header) + manifest.total_bytes]
+        """The flat buffer, read-only: `manifest.total_bytes` long."""
+
+    def write(self, begin: int, data: bytes | memoryview) -> None:
+        """Put bytes of the flat buffer where they belong."""
+        self._write(self._data_bytes + begin, data)
 
     def finish(self) -> Path:
-        """Write the aliased tensors out behind the flat buffer and close the file."""
+        """Write the aliased tensors out behind the flat buffer; without effect a second time."""
+        if self._file.closed:
+            return self.path
         end = self._data_bytes + len(self.buffer)
         for spec in self._aliases:
-            self._all[end : end + spec.size_bytes] = self.buffer[spec.offset_bytes : spec.end_bytes]
+            self._write(end, self.buffer[spec.offset_bytes : spec.end_bytes])
             end += spec.size_bytes
-        self._close()
+        self._file.close()
         return self.path
 
     def discard(self) -> None:
         """Remove all that was written."""
-        self._close()
+        self._file.close()
         shutil.rmtree(self.path)
 
-    def _close(self) -> None:
-        self.buffer.release()
-        self._all.release()
-        self._file.close()
+    def _write(self, position: int, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            written = os.pwrite(self._file.fileno(), rest, position)
+            rest, position = rest[written:], position + written
 
 
-def _allocate(path: Path, size_bytes: int) -> mmap.mmap:
-    """Reserve the blocks now: on a full tmpfs a later write to the mapping would be a SIGBUS."""
-    with path.open("w+b") as file:
+def _create(path: Path, *, config: str, weights_bytes: int) -> tuple[IO[bytes], mmap.mmap]:
+    """Both files, the larger one open and mapped; on an error neither, nor their directory."""
+    try:
+        path.mkdir(parents=True)
         try:
-            os.posix_fallocate(file.fileno(), 0, size_bytes)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            free_bytes = shutil.disk_usage(path.parent).free
-            raise StagingFull(
-                f"staging directory {path.parent}: an update needs {size_bytes} bytes, "
-                f"{free_bytes} are free; enlarge the file system or keep fewer versions"
-            ) from error
-        return mmap.mmap(file.fileno(), size_bytes)
+            (path / CONFIG_FILE).write_text(config)
+            return _allocate(path / WEIGHTS_FILE, weights_bytes)
+        except OSError:
+            shutil.rmtree(path)
+            raise
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise StagingFull(
+            f"staging directory {path.parent}: {error.strerror}; an update needs {weights_bytes} "
+            f"bytes, {shutil.disk_usage(path.parent).free} are free; enlarge the file system or "
+            "keep fewer versions"
+        ) from error
+
+
+def _allocate(path: Path, size_bytes: int) -> tuple[IO[bytes], mmap.mmap]:
+    """The blocks are reserved now: where later ones are missing, the mapping is a SIGBUS."""
+    with contextlib.ExitStack() as on_error:
+        file = on_error.enter_context(path.open("w+b", buffering=0))
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        mapped = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
+        on_error.pop_all()
+        return file, mapped
 
 
 def _header(manifest: Manifest) -> bytes:
@@ -143,6 +165,6 @@ def write_peft_dir(
     """Write one finished adapter, which appears under `path` whole; `buffer` is its flat buffer."""
     partial = path.with_name(f".{path.name}.partial")
     writer = PeftWriter(partial, manifest, base_model=base_model)
-    writer.buffer[:] = buffer
+    writer.write(0, buffer)
     writer.finish()
     return partial.rename(path)

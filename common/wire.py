@@ -5,14 +5,34 @@ Everything that arrives is checked here once; past this module a manifest is kno
 
 from __future__ import annotations
 
-import google_crc32c
+from collections.abc import Iterator
+from typing import NoReturn, TypeAlias
+
+import crc32c as _crc32c
 from refit.v1 import adapter_pb2, tensor_pb2, version_pb2
 
-from common.adapter import AdapterRef, Dtype, Layout, LoraConfig, Manifest, TensorSpec
+from common.adapter import (
+    AdapterRef,
+    Canary,
+    CanarySequence,
+    Dtype,
+    Layout,
+    LoraConfig,
+    Manifest,
+    TensorSpec,
+)
 from common.errors import CorruptUpdate, InvalidField
 
 CHUNK_BYTES = 1 << 20
 """Measured optimum for grpc.aio streams, and well under gRPC's default message limit of 4 MiB."""
+
+MAX_CHUNK_BYTES = 4 << 20
+
+PAGE_TENSORS = 1024
+"""Tensors in one message of a manifest: some 200 KiB, and 10 ms of the event loop."""
+
+MAX_TENSORS = 1 << 18
+"""More than any adapter has, and few enough to be held."""
 
 _DTYPES = {
     Dtype.FLOAT32: tensor_pb2.DTYPE_FLOAT32,
@@ -27,9 +47,9 @@ _DTYPES_IN = {value: key for key, value in _DTYPES.items()}
 _LAYOUTS_IN = {value: key for key, value in _LAYOUTS.items()}
 
 
-def crc32c(data: bytes) -> int:
+def crc32c(data: bytes | memoryview) -> int:
     """CRC-32C (Castagnoli) of a chunk."""
-    return int(google_crc32c.value(data))
+    return int(_crc32c.crc32c(data))
 
 
 def dtype_to_proto(dtype: Dtype) -> tensor_pb2.Dtype:
@@ -59,9 +79,19 @@ def ref_from_proto(msg: version_pb2.AdapterRef) -> AdapterRef:
     return AdapterRef(msg.run_id, msg.adapter, msg.version, msg.digest)
 
 
-def manifest_to_proto(ref: AdapterRef, manifest: Manifest) -> adapter_pb2.AdapterManifest:
-    lora = manifest.lora
-    return adapter_pb2.AdapterManifest(
+ManifestMessage: TypeAlias = adapter_pb2.AdapterManifest | adapter_pb2.ManifestTensors
+
+
+def manifest_to_proto(
+    ref: AdapterRef,
+    manifest: Manifest,
+    *,
+    canary: Canary | None = None,
+    page_tensors: int = PAGE_TENSORS,
+) -> tuple[adapter_pb2.AdapterManifest, Iterator[adapter_pb2.ManifestTensors]]:
+    """A manifest with the first page of its table; the other pages, each made when asked for."""
+    lora, specs = manifest.lora, manifest.tensors
+    message = adapter_pb2.AdapterManifest(
         ref=ref_to_proto(ref),
         kind=adapter_pb2.ADAPTER_KIND_LORA,
         base_fingerprint=manifest.base_fingerprint,
@@ -71,9 +101,16 @@ def manifest_to_proto(ref: AdapterRef, manifest: Manifest) -> adapter_pb2.Adapte
             target_modules=lora.target_modules,
             use_rslora=lora.use_rslora,
         ),
-        tensors=[_spec_to_proto(spec) for spec in manifest.tensors],
+        tensors=map(_spec_to_proto, specs[:page_tensors]),
         total_bytes=manifest.total_bytes,
+        tensor_count=len(specs),
+        canary=_canary_to_proto(canary) if canary else None,
     )
+    pages = (
+        adapter_pb2.ManifestTensors(tensors=map(_spec_to_proto, specs[at : at + page_tensors]))
+        for at in range(page_tensors, len(specs), page_tensors)
+    )
+    return message, pages
 
 
 def _spec_to_proto(spec: TensorSpec) -> tensor_pb2.TensorSpec:
@@ -89,28 +126,101 @@ def _spec_to_proto(spec: TensorSpec) -> tensor_pb2.TensorSpec:
     )
 
 
-def manifest_from_proto(msg: adapter_pb2.AdapterManifest) -> tuple[AdapterRef, Manifest]:
-    """Check a manifest whole and return it as a value.
+class ManifestReader:
+    """A manifest that arrives in pages, each checked as it comes.
+
+        reader = ManifestReader(message)
+        while not reader.complete:
+            reader.add(next_page)
+        manifest = reader.manifest()
 
     Raises:
         InvalidField: a field is missing, malformed or contradicts another.
-        CorruptUpdate: the content's digest is not the one that `ref` names.
     """
-    ref = ref_from_proto(msg.ref)
-    if msg.kind != adapter_pb2.ADAPTER_KIND_LORA:
-        raise InvalidField(f"manifest.kind: {msg.kind}; this version takes ADAPTER_KIND_LORA only")
-    manifest = Manifest(msg.base_fingerprint, _lora_from_proto(msg.lora), _specs_from_proto(msg))
-    if manifest.total_bytes != msg.total_bytes:
+
+    def __init__(self, msg: adapter_pb2.AdapterManifest) -> None:
+        self.ref = ref_from_proto(msg.ref)
+        if msg.kind != adapter_pb2.ADAPTER_KIND_LORA:
+            raise InvalidField(
+                f"manifest.kind: {msg.kind}; this version takes ADAPTER_KIND_LORA only"
+            )
+        if not 0 < msg.tensor_count <= MAX_TENSORS:
+            raise InvalidField(
+                f"manifest.tensor_count: {msg.tensor_count}; give 1 to {MAX_TENSORS}"
+            )
+        self.canary = _canary_from_proto(msg.canary) if msg.HasField("canary") else None
+        self.delta_base = ref_from_proto(msg.delta_base) if msg.HasField("delta_base") else None
+        self._base_fingerprint = msg.base_fingerprint
+        self._lora = _lora_from_proto(msg.lora)
+        self._tensor_count, self._total_bytes = msg.tensor_count, msg.total_bytes
+        self._specs: dict[str, TensorSpec] = {}
+        self._end_bytes = 0
+        self.add(msg)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._specs) == self._tensor_count
+
+    def add(self, page: ManifestMessage) -> None:
+        """Take more of the table."""
+        if not page.tensors:
+            raise InvalidField("manifest.tensors: empty; every page has at least one tensor")
+        for tensor in page.tensors:
+            spec = _spec_from_proto(tensor, self._specs, self._end_bytes)
+            self._specs[spec.name] = spec
+            self._end_bytes += 0 if spec.alias_of else spec.size_bytes
+        if len(self._specs) > self._tensor_count:
+            raise InvalidField(
+                f"manifest.tensor_count: {self._tensor_count}, but {len(self._specs)} tensors came"
+            )
+
+    def manifest(self) -> Manifest:
+        """The whole of it.
+
+        Raises:
+            InvalidField: the sizes do not add up.
+            CorruptUpdate: the content's digest is not the one that `ref` names.
+        """
+        manifest = Manifest(self._base_fingerprint, self._lora, tuple(self._specs.values()))
+        if self._end_bytes != self._total_bytes:
+            raise InvalidField(
+                f"manifest.total_bytes: {self._total_bytes}, but the tensors sum to "
+                f"{self._end_bytes}"
+            )
+        if (found := manifest.digest()) != self.ref.digest:
+            raise CorruptUpdate(
+                f"manifest of {self.ref}: its content has digest {found.hex()[:12]}; "
+                "publish it again as a new version"
+            )
+        return manifest
+
+
+def _canary_to_proto(canary: Canary) -> adapter_pb2.Canary:
+    return adapter_pb2.Canary(
+        sequences=[
+            adapter_pb2.CanarySequence(token_ids=s.token_ids, logprobs=s.logprobs)
+            for s in canary.sequences
+        ],
+        max_difference=canary.max_difference,
+    )
+
+
+def _canary_from_proto(msg: adapter_pb2.Canary) -> Canary:
+    if not 0 < msg.max_difference < float("inf"):
         raise InvalidField(
-            f"manifest.total_bytes: {msg.total_bytes}, but the tensors sum to "
-            f"{manifest.total_bytes}"
+            f"manifest.canary.max_difference: {msg.max_difference}; it must be above 0 and finite"
         )
-    if manifest.digest() != ref.digest:
-        raise CorruptUpdate(
-            f"manifest of {ref}: its content has digest {manifest.digest().hex()[:12]}; "
-            "publish it again as a new version"
-        )
-    return ref, manifest
+    for sequence in msg.sequences:
+        if len(sequence.token_ids) < 2 or len(sequence.logprobs) != len(sequence.token_ids) - 1:
+            raise InvalidField(
+                f"manifest.canary: {len(sequence.token_ids)} token_ids with "
+                f"{len(sequence.logprobs)} logprobs; give at least two, and a logprob for each "
+                "but the first"
+            )
+    if not msg.sequences:
+        raise InvalidField("manifest.canary.sequences: empty; leave the canary out instead")
+    sequences = tuple(CanarySequence(tuple(s.token_ids), tuple(s.logprobs)) for s in msg.sequences)
+    return Canary(sequences, msg.max_difference)
 
 
 def _lora_from_proto(msg: adapter_pb2.LoraConfig) -> LoraConfig:
@@ -123,52 +233,35 @@ def _lora_from_proto(msg: adapter_pb2.LoraConfig) -> LoraConfig:
     return LoraConfig(msg.rank, msg.alpha, tuple(msg.target_modules), msg.use_rslora)
 
 
-def _specs_from_proto(msg: adapter_pb2.AdapterManifest) -> tuple[TensorSpec, ...]:
-    if not msg.tensors:
-        raise InvalidField("manifest.tensors: empty; an adapter has at least one tensor")
-    specs: dict[str, TensorSpec] = {}
-    end_bytes = 0
-    for tensor in msg.tensors:
-        spec = _spec_from_proto(tensor, specs, end_bytes)
-        specs[spec.name] = spec
-        end_bytes += 0 if spec.alias_of else spec.size_bytes
-    return tuple(specs.values())
-
-
 def _spec_from_proto(
     msg: tensor_pb2.TensorSpec, earlier: dict[str, TensorSpec], end_bytes: int
 ) -> TensorSpec:
-    field = f"manifest.tensors[{len(earlier)}] ({msg.name!r})"
-    if not msg.name or msg.name in earlier:
-        raise InvalidField(f"{field}: every tensor needs a name of its own")
-    if msg.layout not in _LAYOUTS_IN:
-        raise InvalidField(f"{field}: layout {msg.layout} is none this version knows")
-    if len(msg.shape) != 2 or min(msg.shape) < 1:
-        raise InvalidField(f"{field}: shape {list(msg.shape)}; LoRA factors have two dimensions")
-    if len(msg.digest) != 32:
-        raise InvalidField(f"{field}: digest has {len(msg.digest)} bytes instead of 32")
-    dtype, source = dtype_from_proto(msg.dtype, field=field), earlier.get(msg.alias_of)
-    if msg.alias_of and source is None:
-        raise InvalidField(f"{field}: alias_of {msg.alias_of!r} names no earlier tensor")
-    spec = TensorSpec(
-        name=msg.name,
-        dtype=dtype,
-        shape=tuple(msg.shape),
-        layout=_LAYOUTS_IN[msg.layout],
-        offset_bytes=source.offset_bytes if source else msg.offset_bytes,
-        digest=msg.digest,
-        alias_of=msg.alias_of,
-    )
+    def fail(problem: str) -> NoReturn:
+        raise InvalidField(f"manifest.tensors[{len(earlier)}] ({msg.name!r}): {problem}")
+
+    name, shape, alias_of, digest = msg.name, tuple(msg.shape), msg.alias_of, msg.digest
+    dtype, layout = _DTYPES_IN.get(msg.dtype), _LAYOUTS_IN.get(msg.layout)
+    if not name or name in earlier:
+        fail("every tensor needs a name of its own")
+    if dtype is None:
+        fail(f"{msg.dtype} is no known dtype; send one of {sorted(_DTYPES_IN)}")
+    if layout is None:
+        fail(f"layout {msg.layout} is none this version knows")
+    if len(shape) != 2 or min(shape) < 1:
+        fail(f"shape {list(shape)}; LoRA factors have two dimensions")
+    if len(digest) != 32:
+        fail(f"digest has {len(digest)} bytes instead of 32")
+    source = earlier.get(alias_of)
+    if alias_of and source is None:
+        fail(f"alias_of {alias_of!r} names no earlier tensor")
+    offset_bytes = source.offset_bytes if source else msg.offset_bytes
+    spec = TensorSpec(name, dtype, shape, layout, offset_bytes, digest, alias_of)
     if spec.size_bytes != msg.size_bytes:
-        raise InvalidField(
-            f"{field}: size_bytes {msg.size_bytes}; its shape says {spec.size_bytes}"
-        )
-    if source is None and msg.offset_bytes != end_bytes:
-        raise InvalidField(
-            f"{field}: offset_bytes {msg.offset_bytes}; the tensor before it ends at {end_bytes}"
-        )
+        fail(f"size_bytes {msg.size_bytes}; its shape says {spec.size_bytes}")
+    if source is None and offset_bytes != end_bytes:
+        fail(f"offset_bytes {offset_bytes}; the tensor before it ends at {end_bytes}")
     if source and (source.alias_of or _content(source) != _content(spec)):
-        raise InvalidField(f"{field}: differs from {msg.alias_of!r}, whose alias it claims to be")
+        fail(f"differs from {alias_of!r}, whose alias it claims to be")
     return spec
 
 

@@ -13,7 +13,7 @@ class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENCODING_UNSPECIFIED: _ClassVar[Encoding]
     ENCODING_RAW: _ClassVar[Encoding]
     ENCODING_HELD: _ClassVar[Encoding]
-    ENCODING_XOR_ZSTD: _ClassVar[Encoding]
+    ENCODING_DELTA_ZSTD: _ClassVar[Encoding]
 
 class AdapterKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -37,7 +37,7 @@ class UpdateStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ENCODING_UNSPECIFIED: Encoding
 ENCODING_RAW: Encoding
 ENCODING_HELD: Encoding
-ENCODING_XOR_ZSTD: Encoding
+ENCODING_DELTA_ZSTD: Encoding
 ADAPTER_KIND_UNSPECIFIED: AdapterKind
 ADAPTER_KIND_LORA: AdapterKind
 OUTCOME_UNSPECIFIED: Outcome
@@ -51,7 +51,7 @@ UPDATE_STAGE_LOAD: UpdateStage
 UPDATE_STAGE_CANARY: UpdateStage
 
 class AdapterUpdateRequest(_message.Message):
-    __slots__ = ("replica_id", "advertised_address", "base_model", "capabilities", "adapters", "held", "partial", "run_id", "lost_parent")
+    __slots__ = ("replica_id", "advertised_address", "base_model", "capabilities", "adapters", "held", "partial", "run_id", "lost_parents")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADVERTISED_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -60,7 +60,7 @@ class AdapterUpdateRequest(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOST_PARENT_FIELD_NUMBER: _ClassVar[int]
+    LOST_PARENTS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     advertised_address: str
     base_model: _version_pb2.BaseModel
@@ -69,24 +69,16 @@ class AdapterUpdateRequest(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[_version_pb2.AdapterRef]
     partial: PartialUpdate
     run_id: str
-    lost_parent: str
-    def __init__(self, replica_id: _Optional[str] = ..., advertised_address: _Optional[str] = ..., base_model: _Optional[_Union[_version_pb2.BaseModel, _Mapping]] = ..., capabilities: _Optional[_Union[ReplicaCapabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ..., partial: _Optional[_Union[PartialUpdate, _Mapping]] = ..., run_id: _Optional[str] = ..., lost_parent: _Optional[str] = ...) -> None: ...
+    lost_parents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_id: _Optional[str] = ..., advertised_address: _Optional[str] = ..., base_model: _Optional[_Union[_version_pb2.BaseModel, _Mapping]] = ..., capabilities: _Optional[_Union[ReplicaCapabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ..., partial: _Optional[_Union[PartialUpdate, _Mapping]] = ..., run_id: _Optional[str] = ..., lost_parents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PartialUpdate(_message.Message):
-    __slots__ = ("ref", "received")
+    __slots__ = ("ref", "received_bytes")
     REF_FIELD_NUMBER: _ClassVar[int]
-    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ref: _version_pb2.AdapterRef
-    received: _containers.RepeatedCompositeFieldContainer[ByteRange]
-    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., received: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ...) -> None: ...
-
-class ByteRange(_message.Message):
-    __slots__ = ("begin_bytes", "end_bytes")
-    BEGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
-    END_BYTES_FIELD_NUMBER: _ClassVar[int]
-    begin_bytes: int
-    end_bytes: int
-    def __init__(self, begin_bytes: _Optional[int] = ..., end_bytes: _Optional[int] = ...) -> None: ...
+    received_bytes: int
+    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class ReplicaCapabilities(_message.Message):
     __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras", "encodings", "relay")

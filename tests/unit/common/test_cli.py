@@ -51,7 +51,7 @@ MISTAKES = {
         ["rollout", "--set", "model=/no/such/directory"],
         "model: /no/such/directory is no directory; give a Hugging Face model directory",
     ),
-    "publish": (["publish", "/nowhere", "--model", "/no/such"], "model: /no/such is no directory"),
+    "publish": (["publish", "/nowhere", "--model", "m"], "PEFT_DIR: /nowhere is no directory"),
 }
 
 

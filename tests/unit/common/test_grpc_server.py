@@ -108,6 +108,19 @@ async def test_health_tells_alive_from_ready(server: GrpcServer) -> None:
         assert await check(SERVICE) == status.NOT_SERVING
 
 
+async def test_a_watch_of_health_sees_the_change(server: GrpcServer) -> None:
+    status = health_pb2.HealthCheckResponse
+    async with connect(server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
+        try:
+            assert (await call.read()).status == status.NOT_SERVING
+            await server.set_serving(SERVICE, True)
+            assert (await call.read()).status == status.SERVING
+        finally:
+            call.cancel()
+
+
 async def test_a_port_in_use_is_one_clear_error(server: GrpcServer) -> None:
     with pytest.raises(ConfigError, match=f"port: 127.0.0.1:{server.port} cannot be bound"):
         await start_server(lambda s: None, host="127.0.0.1", port=server.port, services=[])

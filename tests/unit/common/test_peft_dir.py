@@ -11,12 +11,11 @@ import pytest
 from safetensors import safe_open
 
 from common.adapter import Dtype
-from common.errors import ConfigError, StagingFull
+from common.errors import ConfigError
 from common.peft_dir import (
     BASE_CHANGING_INITS,
     CONFIG_FILE,
     WEIGHTS_FILE,
-    PeftWriter,
     read_peft_dir,
     write_peft_dir,
 )
@@ -68,27 +67,6 @@ def test_reading_gives_the_same_content(tmp_path: Path) -> None:
     assert {s.name: s.digest for s in found.manifest.tensors} == {
         s.name: s.digest for s in manifest.tensors
     }
-
-
-def test_discard_leaves_nothing(tmp_path: Path) -> None:
-    manifest, _ = make_adapter()
-
-    PeftWriter(tmp_path / "adapter", manifest).discard()
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_update_larger_than_the_file_system_is_refused_with_both_sizes() -> None:
-    from dataclasses import replace
-
-    manifest, _ = make_adapter()
-    large = replace(manifest.tensors[0], shape=(1 << 20, 1 << 24))
-    path = Path("/dev/shm") / "refit-test-staging-full"
-
-    with pytest.raises(StagingFull, match=r"needs \d+ bytes, \d+ are free"):
-        PeftWriter(path, replace(manifest, tensors=(large,)))
-
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +201,8 @@ def _set(name: str, key: str, value: object) -> Callable[[Header], object]:
         (_set(_A, "shape", [2, True]), "has shape [2, True]; a LoRA factor has two"),
         (_set(_A, "shape", [2, 4, 2]), "has shape [2, 4, 2]; a LoRA factor has two"),
         (_set(_A, "shape", 16), "has shape 16; a LoRA factor has two"),
-        (_set(_A, "shape", [4, 4]), "has shape [4, 4], of rank 4, but r = 2 in adapter_config"),
-        (_set(_B, "shape", [2, 4]), "has shape [2, 4], of rank 4, but r = 2 in adapter_config"),
+        (_set(_A, "shape", [4, 4]), "has shape [4, 4], of rank 4, but r = 2 in its configuration"),
+        (_set(_B, "shape", [2, 4]), "has shape [2, 4], of rank 4, but r = 2 in its configuration"),
         (_set(_A, "data_offsets", [-64, 0]), "has data_offsets [-64, 0], but"),
         (_set(_A, "data_offsets", [64, 0]), "has data_offsets [64, 0], but"),
         (_set(_A, "data_offsets", [0, 60]), "[0, 60], but shape and dtype need 64 bytes"),

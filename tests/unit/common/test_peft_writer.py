@@ -1,0 +1,85 @@
+"""A PEFT directory while it is being written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import StagingFull
+from common.peft_dir import WEIGHTS_FILE, PeftWriter, write_peft_dir
+from tests.adapters import make_adapter
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 20])
+def test_bytes_written_in_pieces_are_seen_at_once(tmp_path: Path, chunk_bytes: int) -> None:
+    manifest, buffer = make_adapter()
+    writer = PeftWriter(tmp_path / "adapter", manifest)
+
+    for begin in range(0, len(buffer), chunk_bytes):
+        piece = buffer[begin : begin + chunk_bytes]
+        writer.write(begin, piece)
+        assert bytes(writer.buffer[: begin + len(piece)]) == bytes(buffer[: begin + len(piece)])
+
+    assert writer.finish() == writer.finish() == tmp_path / "adapter"
+    whole = write_peft_dir(tmp_path / "whole", manifest, buffer)
+    weights = (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes()
+    assert weights == (whole / WEIGHTS_FILE).read_bytes()
+
+
+def test_the_buffer_outlives_its_files_and_is_read_only(tmp_path: Path) -> None:
+    manifest, buffer = make_adapter()
+    writer = PeftWriter(tmp_path / "adapter", manifest)
+    writer.write(0, buffer)
+
+    writer.discard()
+
+    assert list(tmp_path.iterdir()) == []
+    assert bytes(writer.buffer) == bytes(buffer)
+    with pytest.raises(TypeError):
+        writer.buffer[0] = 1
+
+
+def test_a_directory_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    manifest, _ = make_adapter()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "file").write_text("mine")
+
+    with pytest.raises(FileExistsError):
+        PeftWriter(tmp_path / "adapter", manifest)
+
+    assert (tmp_path / "adapter" / "file").read_text() == "mine"
+
+
+def test_an_update_larger_than_the_file_system_is_refused_with_both_sizes() -> None:
+    manifest, _ = make_adapter()
+    large = replace(manifest.tensors[0], shape=(1 << 20, 1 << 24))
+    path = Path("/dev/shm") / "refit-test-staging-full"
+
+    with pytest.raises(
+        StagingFull, match=r"No space left on device; an update needs \d+ bytes, \d+ are free"
+    ):
+        PeftWriter(path, replace(manifest, tensors=(large,)))
+
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG])
+@pytest.mark.parametrize("call", ["os.posix_fallocate", "mmap.mmap", "pathlib.Path.mkdir"])
+def test_whatever_lacks_room_is_one_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    manifest, _ = make_adapter()
+    open_files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched, pytest.raises(StagingFull, match=os.strerror(number)):
+        patched.setattr(call, full)
+        PeftWriter(tmp_path / "adapter", manifest)
+
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_files
