@@ -16,35 +16,34 @@ from common.errors import (
     AdapterNotFound,
     AlreadyExists,
     Incompatible,
+    NotHeld,
     RefitError,
     Unavailable,
     WaitExpired,
 )
+from common.signal import Signal
+from common.stream.content import Content
+from rollout_svc.canary import check_canary
 from rollout_svc.engine import BoundReport, Engine, EngineAdapter
+from rollout_svc.retention import LiveAdapter, Retention, current, slots_used
 from rollout_svc.selector import Rule, Selector
 
 _NAMED_TENSORS = 3
 
 
-@dataclass(slots=True, eq=False)
-class LiveAdapter:
-    """A loaded version. Once `retired` no new request finds it; it goes with its last pin.
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What each rank bound; nothing when the version was served already, or is an alias."""
 
-    A `superseded` one answers until its adapter has another version.
-    """
-
-    ref: AdapterRef
-    loaded: EngineAdapter
-    pins: int = 0
-    retired: bool = False
-    superseded: bool = False
+    reports: list[BoundReport]
+    canary_difference: float | None = None
 
 
 @dataclass(slots=True)
 class AdapterRegistry:
     """Which version answers a request.
 
-        await registry.commit(ref, path)
+        await registry.commit(content, path, source="trainer:50051")
         async with registry.admit(selector, wait_seconds=30) as live:
             ...  # live.loaded stays loaded here, whatever arrives meanwhile
 
@@ -62,54 +61,89 @@ class AdapterRegistry:
     slot_wait_seconds: float
     first_commit: asyncio.Event = field(default_factory=asyncio.Event)
     _live: list[LiveAdapter] = field(default_factory=list)
+    _unloading: set[int] = field(default_factory=set)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _changed: Signal = field(default_factory=Signal)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _retention: Retention = field(init=False)
 
-    def listing(self) -> list[AdapterRef]:
-        """Versions a request may ask for, oldest commit first."""
-        return [live.ref for live in self._live if not live.retired]
+    def __post_init__(self) -> None:
+        self._retention = Retention(slots=self.slots, keep_versions=self.keep_versions)
 
-    async def commit(self, ref: AdapterRef, path: Path) -> list[BoundReport]:
+    def listing(self, *, source: str | None = None) -> list[AdapterRef]:
+        """Versions a request may ask for, oldest commit first; of one trainer, or of all."""
+        return [live.ref for live in current(self._live) if source in (None, live.source)]
+
+    def contents(self) -> list[Content]:
+        """The bytes of the versions served, oldest commit first."""
+        return [live.content for live in current(self._live)]
+
+    async def commit(self, content: Content, path: Path, *, source: str) -> Committed:
         """Load the PEFT directory `path` and serve it; the directory is the registry's from here.
 
-        Returns what each rank bound; empty when this very version is served already. A failed
-        commit changes no listing and removes `path`.
+        A failed commit changes no listing and removes `path`.
 
         Raises:
             AlreadyExists: the version is known with another digest.
             Incompatible: a tensor found no module, or the engine refused the adapter.
+            CanaryRefused: its log-probabilities are not the trainer's.
             Unavailable: no slot came free in time, or the engine is gone.
         """
         try:
             async with self._commit_lock:
-                return await self._commit(ref, path)
+                return await self._commit(content, path, source)
         except BaseException:
             await asyncio.to_thread(_remove, path)
             raise
 
-    async def _commit(self, ref: AdapterRef, path: Path) -> list[BoundReport]:
+    async def _commit(self, content: Content, path: Path, source: str) -> Committed:
+        ref = content.ref
         if served := self._served(ref):
             served.superseded = False
             await asyncio.to_thread(_remove, path)
-            return []
+            return Committed([])
+        self._retention.check_room(ref, self._live, source=source)
         await self._wait(self._has_free_slot, self.slot_wait_seconds, self._slots_are_taken)
         name = f"{ref.adapter}@{ref.version}-{ref.digest.hex()[:16]}"
         loaded = EngineAdapter(next(self._ids), name, path)
         try:
             reports = await self.engine.load(loaded)
             _refuse_unbound(ref, reports)
+            difference = None
+            if content.canary:
+                difference = await check_canary(self.engine, loaded, content.canary, ref=ref)
         except BaseException:
             # A dead engine's error must not take the place of a cancellation that is under way.
             with contextlib.suppress(RefitError):
                 await self.engine.unload(loaded.id)
             raise
-        self._live.append(LiveAdapter(ref, loaded))
-        self._retain(ref)
+        self._serve(LiveAdapter(content, loaded, source))
+        return Committed(reports, difference)
+
+    async def alias(self, ref: AdapterRef, *, source: str) -> None:
+        """Serve `ref` by the version that has the same digest; nothing is loaded.
+
+        Raises:
+            AlreadyExists: the version is known with another digest.
+            NotHeld: no version here has these bytes.
+        """
+        async with self._commit_lock:
+            if served := self._served(ref):
+                served.superseded = False
+                return
+            twin = next((t for t in current(self._live) if t.ref.digest == ref.digest), None)
+            if twin is None:
+                raise NotHeld(f"alias.ref: no version here has the digest of {ref}")
+            content = Content.whole(ref, twin.content.manifest, twin.content.buffer)
+            self._serve(LiveAdapter(content, twin.loaded, source))
+
+    def _serve(self, live: LiveAdapter) -> None:
+        """Nothing is awaited: a cancellation comes before the switch or after it."""
+        self._live.append(live)
+        self._retention.retire_for(live, self._live)
         self.first_commit.set()
-        await self._notify()
-        return reports
+        self._notify()
 
     def _served(self, ref: AdapterRef) -> LiveAdapter | None:
         for live in self._live:
@@ -123,33 +157,18 @@ class AdapterRegistry:
                 return live
         return None
 
-    def _retain(self, newest: AdapterRef) -> None:
-        """Retire the superseded and what is above a limit, of versions or slots; never `newest`."""
-        for live in self._versions(newest.adapter):
-            live.retired = live.superseded
-        for live in self._versions(newest.adapter)[: -self.keep_versions]:
-            live.retired = True
-        by_worth = sorted(self._current(), key=lambda live: not live.superseded)
-        for live in by_worth[: -(self.slots - 1)]:
-            live.retired = True
+    def retire(self, ref: AdapterRef, *, source: str) -> None:
+        """No new request may ask for `ref` from here on; without effect on another trainer's.
 
-    def _current(self) -> list[LiveAdapter]:
-        return [live for live in self._live if not live.retired]
-
-    def _versions(self, adapter: str) -> list[LiveAdapter]:
-        return [live for live in self._current() if live.ref.adapter == adapter]
-
-    async def retire(self, ref: AdapterRef) -> None:
-        """No new request may ask for `ref` from here on; without effect when it is unknown.
-
-        The last version of an adapter goes only when another is committed: the one that was to
-        replace it may be refused, and the replica would answer nobody.
+        The last version of an adapter goes only when another is committed, or a version of the
+        trainer's next run: what was to replace it may be refused, and the replica would answer
+        nobody.
         """
-        for live in self._current():
-            if live.ref == ref:
+        for live in current(self._live):
+            if (live.ref, live.source) == (ref, source):
                 live.superseded = True
-                live.retired = len(self._versions(ref.adapter)) > 1
-        await self._notify()
+                live.retired = any(other.replaces(live) for other in current(self._live))
+        self._notify()
 
     @asynccontextmanager
     async def admit(
@@ -189,28 +208,36 @@ class AdapterRegistry:
         while True:
             await self._idle.wait()
             self._idle.clear()
-            for live in [live for live in self._live if live.retired and not live.pins]:
-                await self.engine.unload(live.loaded.id)
-                await asyncio.to_thread(_remove, live.loaded.path)
-                self._live.remove(live)
-                await self._notify()
+            # A call of its own: a variable here would keep the last one's bytes.
+            await self._unload_unused()
+
+    async def _unload_unused(self) -> None:
+        for live in [live for live in self._live if live.retired and not live.pins]:
+            self._live.remove(live)
+            if all(other.loaded is not live.loaded for other in self._live):
+                await self._unload(live.loaded)
+            self._notify()
+
+    async def _unload(self, loaded: EngineAdapter) -> None:
+        self._unloading.add(loaded.id)
+        try:
+            await self.engine.unload(loaded.id)
+            await asyncio.to_thread(_remove, loaded.path)
+        finally:
+            self._unloading.remove(loaded.id)
 
     async def _wait(
         self, ready: Callable[[], bool], seconds: float, expired: Callable[[], Exception]
     ) -> None:
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(ready)
-        except TimeoutError as error:
-            raise expired() from error
+        if not await self._changed.wait_until(ready, timeout_seconds=seconds):
+            raise expired()
 
-    async def _notify(self) -> None:
+    def _notify(self) -> None:
         self._idle.set()
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.notify()
 
     def _has_free_slot(self) -> bool:
-        return len(self._live) < self.slots
+        return slots_used(self._live) + len(self._unloading) < self.slots
 
     def _slots_are_taken(self) -> Unavailable:
         return Unavailable(

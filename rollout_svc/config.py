@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from common.config import Config
+from common.security import SecuritySettings
 
 
 def _default_staging_dir() -> Path:
@@ -31,13 +32,17 @@ class RolloutConfig(Config):
     """host:port at which the trainer reaches this replica; empty: `host` and the bound port."""
 
     trainer_address: str = ""
-    """host:port of the trainer to follow; empty serves the base model alone."""
+    """host:port of the trainer to follow, or of several, separated by commas; empty serves the base
+    model alone."""
 
     staging_dir: Path = Field(default_factory=_default_staging_dir)
     """Memory-backed directory for received adapters; each replica makes its own folder in it.
 
     Unset: /dev/shm/refit-UID, with the number of the user, for no other can write to it.
     """
+
+    health_port: int | None = Field(default=None, ge=0, le=65535)
+    """Plaintext port that answers health alone, for probes without a certificate; unset: none."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; unset: none is served."""
@@ -60,6 +65,15 @@ class RolloutConfig(Config):
     max_update_bytes: int = Field(default=4 << 30, gt=0)
     """Largest adapter that is accepted, in bytes."""
 
+    max_requests: int = Field(default=1024, ge=1)
+    """Generate calls that run or wait at once; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_children: int = Field(default=8, ge=0)
+    """Replicas that may take their bytes from this one, where the trainer says so; 0 for none."""
+
+    security: SecuritySettings = SecuritySettings()
+    """TLS and tokens; see docs/security.md."""
+
     engine: dict[str, Any] = Field(default_factory=dict)
     """Passed on to vLLM's AsyncEngineArgs, by its own names, e.g. {"max_model_len": 2048}.
 
@@ -76,6 +90,12 @@ class RolloutConfig(Config):
                 "the trainer reaches this replica"
             )
         return self
+
+    @property
+    def trainer_addresses(self) -> list[str]:
+        """Every trainer to follow."""
+        parts = (part.strip() for part in self.trainer_address.split(","))
+        return list(dict.fromkeys(part for part in parts if part))
 
     @model_validator(mode="after")
     def _one_slot_stays_free(self) -> RolloutConfig:

@@ -73,9 +73,15 @@ class GroupedLoraCPU(PunicaWrapperCPU):
         scale: float,
         **kwargs: Any,
     ) -> None:
-        """y += scale * x A^T B^T for the rows that are sampled from; y (rows, vocab)."""
+        """y += scale * x A^T B^T for the rows that are sampled from; y (rows, vocab).
+
+        Only where the output layer is adapted: when it scores a prompt, vLLM calls this with the
+        prompt's rows, which the batch's grouping does not describe.
+        """
         for slot, rows in self._sampled:
             a, b = lora_a_stacked[slot, 0].float(), lora_b_stacked[slot, 0].float()
+            if not a.any():
+                continue
             y[rows, : b.shape[0]] += (scale * (x[rows].float() @ a.T) @ b.T).to(y.dtype)
 
 

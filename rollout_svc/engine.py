@@ -124,6 +124,22 @@ class Engine(Protocol):
             InvalidField: the engine cannot take the prompt or the parameters.
         """
 
+    async def abort(self, request_id: str) -> None:
+        """End a running request: each completion that has not finished ends with ABORT.
+
+        Without effect on an unknown id, so also on one whose generator has not begun.
+        """
+
+    async def score(self, adapter: EngineAdapter | None, token_ids: tuple[int, ...]) -> list[float]:
+        """Log-probability (natural, temperature 1) of each token but the first given those before.
+
+        Computed anew under the loaded adapter, None being the base; no cached prefix is read or
+        left to read.
+
+        Raises:
+            InvalidField: the engine cannot take the tokens.
+        """
+
     async def pause(self) -> None:
         """Freeze running requests where they are; new ones wait."""
 

@@ -38,6 +38,7 @@ async def serve(config: RolloutConfig) -> None:
         EngineDead: the engine's process ended.
     """
     stop = stop_requested()
+    config.security.check()
     base = base_model(config.model)
     replica_id = uuid.uuid4().hex
     with staging_folder(config.staging_dir, replica_id) as staging:

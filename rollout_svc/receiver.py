@@ -3,80 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from refit.v1 import adapter_pb2
 
-from common.adapter import AdapterRef, Dtype, Layout, Manifest, verify
-from common.errors import CorruptUpdate, Incompatible, RefitError
+from common.adapter import AdapterRef, TensorSpec
+from common.errors import CorruptUpdate, InvalidField, NotHeld, WrongDigest
 from common.peft_dir import PeftWriter
-from common.wire import crc32c, manifest_from_proto, ref_from_proto
+from common.stream import codec
+from common.stream.content import Content, Delta
+from common.stream.frames import AnyChunk
+from common.stream.pieces import Piece, plan_pieces
+from common.stream.verifier import Verifier
+from common.wire import MAX_CHUNK_BYTES, ManifestReader, crc32c, ref_from_proto
+from rollout_svc.limits import Limits
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What this replica takes; `max_bytes` bounds one adapter."""
-
-    base_fingerprint: str
-    max_rank: int
-    target_modules: frozenset[str]
-    dtypes: frozenset[Dtype]
-    max_bytes: int
-
-    def check(self, manifest: Manifest) -> None:
-        """Raises `Incompatible` naming the field, before any byte is taken."""
-        lora = manifest.lora
-        if manifest.base_fingerprint != self.base_fingerprint:
-            raise Incompatible(
-                f"manifest.base_fingerprint: {manifest.base_fingerprint[:12]}, this replica serves "
-                f"{self.base_fingerprint[:12]}; start both on the same base model"
-            )
-        if lora.rank > self.max_rank:
-            raise Incompatible(
-                f"manifest.lora.rank: {lora.rank}, this replica takes up to {self.max_rank}; "
-                "raise max_lora_rank"
-            )
-        if unknown := sorted(set(lora.target_modules) - self.target_modules):
-            raise Incompatible(
-                f"manifest.lora.target_modules: {', '.join(unknown)} cannot take an adapter here; "
-                f"these can: {', '.join(sorted(self.target_modules))}"
-            )
-        if manifest.total_bytes > self.max_bytes:
-            raise Incompatible(
-                f"manifest.total_bytes: {manifest.total_bytes}, this replica takes up to "
-                f"{self.max_bytes}; raise max_update_bytes"
-            )
-        self._check_tensors(manifest)
-
-    def _check_tensors(self, manifest: Manifest) -> None:
-        factors: dict[str, set[Layout]] = {}
-        for spec in manifest.tensors:
-            if spec.dtype not in self.dtypes:
-                raise Incompatible(f"tensor {spec.name}: dtype {spec.dtype.value} is not taken")
-            rank = spec.shape[0] if spec.layout is Layout.LORA_A else spec.shape[1]
-            if rank != manifest.lora.rank:
-                raise Incompatible(
-                    f"tensor {spec.name}: shape {spec.shape} has rank {rank}, the manifest says "
-                    f"{manifest.lora.rank}; ranks must be the same throughout"
-                )
-            module, mark, rest = spec.name.rpartition(f".{spec.layout.value}.")
-            if not mark or rest != "weight":
-                raise Incompatible(
-                    f"tensor {spec.name}: tagged {spec.layout.value}, but not named so; use PEFT's "
-                    "names"
-                )
-            factors.setdefault(module, set()).add(spec.layout)
-        if lone := [module for module, found in factors.items() if len(found) != len(Layout)]:
-            raise Incompatible(f"module {lone[0]}: has only one of lora_A and lora_B; send both")
+_SLICE_BYTES = 4 << 20
+"""Copied at a time; generation goes on in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A complete, verified adapter on the staging file system, and what it took."""
 
-    ref: AdapterRef
+    content: Content
     path: Path
     wire_seconds: float
     stage_seconds: float
@@ -85,71 +42,219 @@ class Staged:
 class Update:
     """A half-received update. End it with `finish` or `discard`, or its directory stays.
 
+    Args:
+        reader: its whole manifest.
+        held: versions that are here; what is not sent is copied from them.
+        keep_deltas: remember them as they came, for others to be passed on.
+
     Raises, when opened:
         InvalidField, CorruptUpdate: the manifest is malformed.
         Incompatible: it does not fit this replica.
+        NotHeld: it is a delta to a version that is not here.
         StagingFull: there is no room for it.
     """
 
-    def __init__(self, msg: adapter_pb2.AdapterManifest, *, path: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        reader: ManifestReader,
+        *,
+        path: Path,
+        limits: Limits,
+        held: Sequence[Content],
+        keep_deltas: bool,
+    ) -> None:
         self._begun = self._last = time.monotonic()
-        self.ref, self._manifest = manifest_from_proto(msg)
-        limits.check(self._manifest)
-        self._writer = PeftWriter(path, self._manifest)
-        self._received_bytes = 0
+        self._manifest = manifest = reader.manifest()
+        limits.check(manifest)
+        self._keep_deltas = keep_deltas
+        self._verifier = Verifier(manifest)
+        self._specs = [spec for spec in manifest.tensors if not spec.alias_of]
+        self._begins = [spec.offset_bytes for spec in self._specs]
+        self._refer(reader, held)
+        self._writer = PeftWriter(path, manifest)
+        self._buffer = self._writer.buffer
+        self.content = Content(
+            reader.ref,
+            manifest,
+            self._buffer,
+            canary=reader.canary,
+            delta_base=reader.delta_base,
+        )
 
-    def write(self, chunk: adapter_pb2.AdapterChunk) -> None:
-        """Take the next piece; raises `CorruptUpdate` if it is another, too long or damaged."""
+    @property
+    def ref(self) -> AdapterRef:
+        return self.content.ref
+
+    @property
+    def received_bytes(self) -> int:
+        return self.content.arrived_bytes
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time since anything of it came."""
+        return time.monotonic() - self._last
+
+    def resume(self, reader: ManifestReader, *, held: Sequence[Content]) -> None:
+        """Go on where an earlier stream broke; raises `NotHeld`."""
+        self._refer(reader, held)
+
+    def _refer(self, reader: ManifestReader, held: Sequence[Content]) -> None:
+        """Find what is here of what the update refers to."""
+        self._held = held
+        self._by_digest: dict[bytes, tuple[Content, TensorSpec]] | None = None
+        self._base, self._pieces = None, list[Piece]()
+        if reader.delta_base is not None:
+            self._base = next((c for c in held if c.ref == reader.delta_base), None)
+            if self._base is None:
+                raise NotHeld(f"manifest.delta_base: {reader.delta_base} is not held here any more")
+            self._pieces = plan_pieces(self._manifest, held=(), base=self._base.manifest)
+
+    async def write(self, chunk: AnyChunk) -> None:
+        """Take the next piece.
+
+        Raises:
+            CorruptUpdate: it is another than the next, too long or damaged; it can be sent again.
+            WrongDigest: a tensor is complete and not what was published.
+            NotHeld: it refers to bytes that are not here.
+        """
         data = chunk.data
-        if chunk.offset_bytes != self._received_bytes:
-            raise CorruptUpdate(
-                f"chunk.offset_bytes: {chunk.offset_bytes} of {self.ref}, but "
-                f"{self._received_bytes} bytes came so far; send it again"
-            )
-        end = self._received_bytes + len(data)
-        if end > self._manifest.total_bytes:
-            raise CorruptUpdate(
-                f"chunk.data: ends at {end} of {self.ref}, past the manifest's "
-                f"{self._manifest.total_bytes} bytes; send it again"
-            )
+        begin, end = chunk.offset_bytes, chunk.offset_bytes + (chunk.decoded_bytes or len(data))
+        self._check_place(begin, end)
         if crc32c(data) != chunk.crc32c:
             raise CorruptUpdate(
-                f"chunk.crc32c: differs from that of the data at {chunk.offset_bytes} of "
-                f"{self.ref}; send it again"
+                f"chunk.crc32c: differs from that of the data at {begin} of {self.ref}; "
+                "send it again"
             )
-        self._writer.buffer[self._received_bytes : end] = data
-        self._received_bytes = end
+        match chunk.encoding:
+            case adapter_pb2.ENCODING_RAW | adapter_pb2.ENCODING_UNSPECIFIED:
+                self._take_raw(data, begin, end)
+            case adapter_pb2.ENCODING_HELD:
+                await self._take_held(begin, end)
+            case adapter_pb2.ENCODING_DELTA_ZSTD:
+                self._take_delta(data, begin, end)
+            case unknown:
+                raise InvalidField(f"chunk.encoding: {unknown} is none this version knows")
+        self.content.advance(end)
         self._last = time.monotonic()
 
-    async def finish(self, commit: adapter_pb2.AdapterCommit) -> Staged:
-        """Check that nothing is missing and every tensor's digest.
+    def _check_place(self, begin: int, end: int) -> None:
+        if begin != self.received_bytes:
+            raise CorruptUpdate(
+                f"chunk.offset_bytes: {begin} of {self.ref}, but {self.received_bytes} bytes came "
+                "so far; send it again"
+            )
+        if not begin < end <= len(self._buffer):
+            raise CorruptUpdate(
+                f"chunk.data: ends at {end} of {self.ref}; a chunk is not empty and ends within "
+                f"the manifest's {len(self._buffer)} bytes"
+            )
 
-        Raises `CorruptUpdate`, and then nothing is left on the file system.
+    def _take_raw(self, data: bytes | memoryview, begin: int, end: int) -> None:
+        if end - begin != len(data):
+            raise CorruptUpdate(
+                f"chunk.decoded_bytes: {end - begin}, but {len(data)} raw bytes came; send it again"
+            )
+        self._take(begin, data)
+
+    def _take(self, begin: int, data: bytes | memoryview) -> None:
+        """Store decoded bytes, and check what they complete; who is told of them may read them."""
+        self._writer.write(begin, data)
+        self._verifier.update(data)
+
+    async def _take_held(self, begin: int, end: int) -> None:
+        taken = begin
+        for source in self._sources(begin, end):
+            self._take(taken, source)
+            taken += len(source)
+            if taken - self.received_bytes >= _SLICE_BYTES:
+                # Told of before the wait: it may be the last of this stream.
+                self.content.advance(taken)
+                await asyncio.sleep(0)
+
+    def _sources(self, begin: int, end: int) -> list[memoryview]:
+        """The bytes of each held tensor, or of the rest of one, in order."""
+        if self._by_digest is None:
+            self._by_digest = {s.digest: (c, s) for c in self._held for s in c.manifest.tensors}
+        sources = []
+        for spec in self._specs[bisect.bisect_right(self._begins, begin) - 1 :]:
+            if spec.offset_bytes >= end:
+                break
+            if spec.digest not in self._by_digest:
+                raise NotHeld(f"tensor {spec.name!r}: the sender takes it for held; it is not")
+            content, held = self._by_digest[spec.digest]
+            if held.size_bytes != spec.size_bytes:
+                raise WrongDigest(
+                    f"tensor {spec.name!r}: {spec.size_bytes} bytes with the digest of "
+                    f"{held.size_bytes} others; they are not what was published"
+                )
+            first, last = max(spec.offset_bytes, begin), min(spec.end_bytes, end)
+            shift = held.offset_bytes - spec.offset_bytes
+            sources.append(content.buffer[first + shift : last + shift])
+        return sources
+
+    def _take_delta(self, data: bytes | memoryview, begin: int, end: int) -> None:
+        piece = self._piece(begin, end)
+        assert self._base is not None, "pieces come from a base"
+        shift = piece.base_begin - piece.begin
+        base = self._base.buffer[begin + shift : end + shift]
+        decoded = memoryview(bytearray(end - begin))
+        codec.decode(bytes(data), base, decoded, itemsize=piece.itemsize)
+        self._take(begin, decoded)
+        if self._keep_deltas:
+            self.content.deltas[self._base.ref.digest, begin] = Delta(end, bytes(data))
+
+    def _piece(self, begin: int, end: int) -> Piece:
+        """The run of tensors with a counterpart in the base that the bytes lie in."""
+        at = bisect.bisect_right(self._pieces, begin, key=lambda piece: piece.begin) - 1
+        piece = self._pieces[at] if at >= 0 else None
+        if end - begin > MAX_CHUNK_BYTES:
+            raise CorruptUpdate(
+                f"chunk.decoded_bytes: {end - begin}; a delta is of at most {MAX_CHUNK_BYTES}"
+            )
+        if piece is None or not piece.itemsize or end > piece.end:
+            raise CorruptUpdate(
+                f"chunk.encoding: a delta for bytes {begin} to {end} of {self.ref}, which have no "
+                "counterpart in its base; send them raw"
+            )
+        if (begin - piece.begin) % piece.itemsize or (end - begin) % piece.itemsize:
+            raise CorruptUpdate(
+                f"chunk.offset_bytes: a delta for bytes {begin} to {end} cuts a word of "
+                f"{piece.itemsize} bytes; send whole ones"
+            )
+        return piece
+
+    async def finish(self, commit: adapter_pb2.AdapterCommit) -> Staged:
+        """Check that nothing is missing; every digest was checked by then.
+
+        Raises `CorruptUpdate`, and then nothing has changed.
         """
         begun = time.monotonic()
-        try:
-            self._check_complete(commit)
-            await asyncio.to_thread(verify, self._manifest.tensors, self._writer.buffer)
-        except RefitError:
-            self.discard()
-            raise
-        path = await asyncio.to_thread(self._writer.finish)
+        if ref_from_proto(commit.ref) != self.ref:
+            raise CorruptUpdate(f"commit.ref: not that of the open update, {self.ref}")
+        if self.received_bytes != len(self._buffer):
+            raise CorruptUpdate(
+                f"commit: {self.received_bytes} of {len(self._buffer)} bytes of {self.ref} "
+                "arrived; send the rest"
+            )
+        self.content.finish()
+        path = await _in_thread(self._writer.finish)
         return Staged(
-            ref=self.ref,
+            content=self.content,
             path=path,
             wire_seconds=self._last - self._begun,
             stage_seconds=time.monotonic() - begun,
         )
 
-    def _check_complete(self, commit: adapter_pb2.AdapterCommit) -> None:
-        if ref_from_proto(commit.ref) != self.ref:
-            raise CorruptUpdate(f"commit.ref: not that of the open update, {self.ref}")
-        if self._received_bytes != self._manifest.total_bytes:
-            raise CorruptUpdate(
-                f"commit: {self._received_bytes} of {self._manifest.total_bytes} bytes of "
-                f"{self.ref} arrived; send it again"
-            )
-
-    def discard(self) -> None:
-        """Remove what came so far."""
+    def discard(self, reason: str) -> None:
+        """Remove what came so far; whoever is passed its bytes on is told why."""
+        self.content.fail(reason)
         self._writer.discard()
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """A thread heeds no cancellation: it is seen to its end, for it uses an open file."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait([running])

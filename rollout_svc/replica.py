@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 import grpc
-from refit.v1 import adapter_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grpc
+from refit.v1 import (
+    adapter_pb2,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    version_pb2,
+    version_pb2_grpc,
+)
 
 from common.errors import RefitError
-from common.grpc_server import GrpcServer, start_server
+from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
+from common.stream.frames import add_adapter_service
+from common.tasks import gather_or_cancel
 from common.wire import dtype_to_proto, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import Engine
 from rollout_svc.hold import GenerationHold
+from rollout_svc.limits import Limits
 from rollout_svc.metrics import Metrics
-from rollout_svc.receiver import Limits
+from rollout_svc.relay import Relay, RelayServicer
 from rollout_svc.requests import RunningRequests
 from rollout_svc.service import RolloutServicer, VersionServicer
 from rollout_svc.subscriber import Subscriber
@@ -27,6 +38,7 @@ from rollout_svc.warm_up import warm_up
 
 SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 VERSION_SERVICE = version_pb2.DESCRIPTOR.services_by_name["VersionService"].full_name
+ADAPTER_SERVICE = adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
 _HEALTH_CHECK_SECONDS = 1.0
 
 
@@ -45,13 +57,18 @@ class Replica:
         self._config, self._engine, self._base = config, engine, base
         self._replica_id, self._staging = replica_id, staging
         self._metrics = Metrics()
-        self._requests = RunningRequests()
+        self._requests = RunningRequests(abort=engine.abort, max_requests=config.max_requests)
         self._hold = GenerationHold(engine)
         self._registry = AdapterRegistry(
             engine=engine,
             slots=config.max_loras,
             keep_versions=config.keep_versions,
             slot_wait_seconds=config.slot_wait_seconds,
+        )
+        self._relay = Relay(
+            registry=self._registry,
+            base_fingerprint=base.fingerprint,
+            max_children=config.max_children,
         )
 
     async def serve(self, stopped: asyncio.Event) -> None:
@@ -65,7 +82,9 @@ class Replica:
             self._register,
             host=self._config.host,
             port=self._config.port,
-            services=[SERVICE, VERSION_SERVICE],
+            services=[SERVICE, VERSION_SERVICE, ADAPTER_SERVICE],
+            security=self._config.security,
+            plaintext_health_port=self._config.health_port,
         )
         print(f"rollout listening on {server.address}", flush=True)
         try:
@@ -80,12 +99,21 @@ class Replica:
 
     async def _run_tasks(self, server: GrpcServer, stopped: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
-            jobs = [self._registry.run(), self._watch_engine(), self._become_ready(server)]
-            if self._config.trainer_address:
-                jobs.append(self._follow_trainer(server))
-            tasks = [group.create_task(job) for job in jobs]
+            subscribers = self._subscribers(server)
+            tasks = [
+                group.create_task(job)
+                for job in (
+                    self._registry.run(),
+                    self._watch_engine(),
+                    self._become_ready(server),
+                    *starmap(self._follow, enumerate(subscribers)),
+                )
+            ]
             await stopped.wait()
             await server.announce_shutdown()
+            goodbyes = (subscriber.drain("SIGTERM") for subscriber in subscribers)
+            await gather_or_cancel(goodbyes)
+            self._relay.close()
             await self._requests.drain(self._config.grace_seconds)
             for task in tasks:
                 task.cancel()
@@ -109,13 +137,15 @@ class Replica:
         version_pb2_grpc.add_VersionServiceServicer_to_server(
             VersionServicer(engine=self._engine, registry=self._registry, base=self._base), server
         )
+        add_adapter_service(RelayServicer(self._relay), server)
 
     async def _become_ready(self, server: GrpcServer) -> None:
         await warm_up(self._engine)
         await server.set_serving(VERSION_SERVICE, True)
-        if self._config.trainer_address:
+        if self._config.trainer_addresses:
             await self._registry.first_commit.wait()
         await server.set_serving(SERVICE, True)
+        await server.set_serving(ADAPTER_SERVICE, self._config.max_children > 0)
 
     async def _watch_engine(self) -> None:
         """Raises `EngineDead`. vLLM tells of it by a flag that a thread sets, so it is polled."""
@@ -123,10 +153,17 @@ class Replica:
             await asyncio.sleep(_HEALTH_CHECK_SECONDS)
             await self._engine.check_health()
 
-    async def _follow_trainer(self, server: GrpcServer) -> None:
-        subscriber = Subscriber(
-            self._config.trainer_address, subscription=lambda: self._subscription(server)
-        )
+    def _subscribers(self, server: GrpcServer) -> list[Subscriber]:
+        return [
+            Subscriber(
+                address,
+                subscription=partial(self._subscription, server, address),
+                open_channel=partial(connect, security=self._config.security),
+            )
+            for address in self._config.trainer_addresses
+        ]
+
+    async def _follow(self, number: int, subscriber: Subscriber) -> None:
         capabilities = self._engine.capabilities
         limits = Limits(
             base_fingerprint=self._base.fingerprint,
@@ -137,15 +174,19 @@ class Replica:
         )
         await subscriber.run(
             UpdateApplier(
+                source=subscriber.address,
                 registry=self._registry,
+                relay=self._relay,
                 limits=limits,
-                staging=self._staging,
+                staging=self._staging / str(number),
                 metrics=self._metrics,
                 report=subscriber.report,
             )
         )
 
-    def _subscription(self, server: GrpcServer) -> adapter_pb2.AdapterUpdateRequest:
+    def _subscription(
+        self, server: GrpcServer, trainer_address: str
+    ) -> adapter_pb2.AdapterUpdateRequest:
         capabilities = self._engine.capabilities
         return adapter_pb2.AdapterUpdateRequest(
             replica_id=self._replica_id,
@@ -156,8 +197,10 @@ class Replica:
                 target_modules=capabilities.target_modules,
                 dtypes=[dtype_to_proto(dtype) for dtype in capabilities.dtypes],
                 max_loras=capabilities.max_loras,
+                encodings=[adapter_pb2.ENCODING_HELD, adapter_pb2.ENCODING_DELTA_ZSTD],
+                relay=self._config.max_children > 0,
             ),
-            held=[ref_to_proto(ref) for ref in self._registry.listing()],
+            held=[ref_to_proto(ref) for ref in self._registry.listing(source=trainer_address)],
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -39,6 +41,16 @@ from rollout_svc.sampling import Sampling
 from rollout_svc.vllm_environment import set_cpu_defaults
 
 _RPC_SECONDS = 60.0
+# Prompt log-probabilities are of the raw distribution whatever the parameters; greedy, as vLLM
+# generates one token at least and this one shall draw no random number. vLLM itself reads no cached
+# prefix for them.
+_SCORE_PARAMS = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    prompt_logprobs=0,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
 _DEAD_MESSAGE = "the vLLM engine process ended; restart this replica"
 
 
@@ -64,7 +76,7 @@ class VllmEngine:
             set_cpu_defaults()
         llm = _start_llm(config)
         try:
-            modules = (await _rpc(llm.collective_rpc("refit_prepare")))[0]
+            modules = (await _rpc(llm.collective_rpc("refit_prepare", args=(os.getpid(),))))[0]
         except BaseException:
             llm.shutdown()
             raise
@@ -126,6 +138,22 @@ class VllmEngine:
             async for output in stream:
                 for completion in output.outputs:
                     yield _delta(completion)
+
+    async def abort(self, request_id: str) -> None:
+        await _rpc(self._llm.abort(request_id))
+
+    async def score(self, adapter: EngineAdapter | None, token_ids: tuple[int, ...]) -> list[float]:
+        request_id = f"score-{uuid.uuid4().hex}"
+        stream = self._llm.generate(
+            tokens_input(list(token_ids), cache_salt=request_id),
+            _SCORE_PARAMS,
+            request_id,
+            lora_request=_lora_request(adapter),
+        )
+        async with _translated(), aclosing(stream):
+            async for output in stream:
+                rows: Any = output.prompt_logprobs
+        return [row[token].logprob for token, row in zip(token_ids[1:], rows[1:], strict=True)]
 
     async def check_health(self) -> None:
         """Raises `EngineDead` once the engine process or a worker is gone."""

@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
-from rollout_svc import cpu_lora
+from rollout_svc import cpu_lora, orphans
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -28,8 +28,9 @@ class RefitWorkerExtension:
 
     model_runner: Any
 
-    def refit_prepare(self) -> list[str]:
+    def refit_prepare(self, replica_pid: int) -> list[str]:
         """Mend LoRA on a CPU, then name the projections that take an adapter, as PEFT does."""
+        orphans.end_with(replica_pid)
         manager = self._refit_manager()
         cpu_lora.install(manager)
         names = set()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from common.adapter import Dtype
 from common.errors import InvalidField
+from common.tasks import cancel, first_of
 from rollout_svc.engine import (
     BoundReport,
     Capabilities,
@@ -24,8 +25,9 @@ from rollout_svc.engine import (
 class FakeEngine:
     """Holds adapters like an engine with `slots` slots, and answers each prompt with its own ids.
 
-    A generation gives one token a step; with `gate` cleared it stops before each. With
-    `may_encode` cleared a text waits in its thread.
+    A generation gives one token a step; with `gate` cleared it stops before each, and scoring as
+    well. With `may_encode` cleared a text waits in its thread; a `deaf` one heeds no abort. Every
+    token of every sequence scores `score_logprob`.
     """
 
     slots: int = 3
@@ -38,6 +40,10 @@ class FakeEngine:
     paused: bool = False
     running: set[str] = field(default_factory=set)
     salts: list[str] = field(default_factory=list)
+    deaf: bool = False
+    score_logprob: float = -0.5
+    scored: list[tuple[EngineAdapter | None, tuple[int, ...]]] = field(default_factory=list)
+    _aborts: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -77,21 +83,43 @@ class FakeEngine:
     async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
         self.salts.append(generation.cache_salt)
         self.running.add(generation.request_id)
+        aborted = self._aborts[generation.request_id] = asyncio.Event()
+        indices = range(generation.sampling.n)
+        prompt = generation.prompt_token_ids
         try:
             for number in range(generation.sampling.max_tokens):
-                await self.gate.wait()
-                last = number == generation.sampling.max_tokens - 1
+                await self._step(aborted)
+                if aborted.is_set():
+                    for index in indices:
+                        yield TokenDelta(index, (), (), "", FinishReason.ABORT)
+                    return
                 assert generation.adapter is None or generation.adapter.id in self.loaded
-                token = generation.prompt_token_ids[number % len(generation.prompt_token_ids)]
-                yield TokenDelta(
-                    index=0,
-                    token_ids=(token,),
-                    logprobs=(-0.5,),
-                    text=chr(token),
-                    finish_reason=FinishReason.LENGTH if last else None,
-                )
+                last = number == generation.sampling.max_tokens - 1
+                for index in indices:
+                    token = prompt[(number + index) % len(prompt)]
+                    reason = FinishReason.LENGTH if last else None
+                    yield TokenDelta(index, (token,), (-0.5,), chr(token), reason)
         finally:
             self.running.remove(generation.request_id)
+            del self._aborts[generation.request_id]
+
+    async def _step(self, aborted: asyncio.Event) -> None:
+        if not self.gate.is_set():
+            opened = asyncio.ensure_future(self.gate.wait())
+            try:
+                await first_of(aborted, opened)
+            finally:
+                await cancel(opened)
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._aborts and not self.deaf:
+            self._aborts[request_id].set()
+
+    async def score(self, adapter: EngineAdapter | None, token_ids: tuple[int, ...]) -> list[float]:
+        assert adapter is None or adapter.id in self.loaded
+        await self.gate.wait()
+        self.scored.append((adapter, token_ids))
+        return [self.score_logprob] * (len(token_ids) - 1)
 
     async def pause(self) -> None:
         self.paused = True

@@ -1,21 +1,28 @@
-"""The registry: commit, choose, pin, retire."""
+"""The registry: commit, choose, pin, alias."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from common.adapter import AdapterRef
-from common.errors import AdapterNotFound, AlreadyExists, Incompatible, Unavailable, WaitExpired
+from common.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    Incompatible,
+    NotHeld,
+    Unavailable,
+    WaitExpired,
+)
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import BoundReport, EngineAdapter, EngineDead
 from rollout_svc.selector import Rule, Selector
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
+from tests.live import Commits, content_of
 
 LATEST = Selector(Rule.LATEST, "default")
 
@@ -24,25 +31,15 @@ def ref(version: int, *, digest: bytes = b"", run_id: str = "run") -> AdapterRef
     return AdapterRef(run_id, "default", version, digest or bytes([version % 256]) * 32)
 
 
-@pytest.fixture
-def staged(tmp_path: Path) -> Callable[[AdapterRef], Path]:
-    def make(ref: AdapterRef) -> Path:
-        path = tmp_path / f"{ref.run_id}-{ref.adapter}-{ref.version}-{ref.digest.hex()[:4]}"
-        path.mkdir(exist_ok=True)
-        return path
-
-    return make
-
-
 async def test_nothing_is_seen_before_the_commit(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
+    registry: AdapterRegistry, commit: Commits
 ) -> None:
-    """Fault 25: no listing and no request finds a version before it is committed."""
+    """faults.md 25, prime-rl#2391: nothing lists or finds it before the commit."""
     assert registry.listing() == []
     with pytest.raises(AdapterNotFound, match="served here: nothing but the base"):
         async with registry.admit(LATEST, wait_seconds=1):
             pass
-    await registry.commit(ref(1), staged(ref(1)))
+    await commit(ref(1))
     assert registry.listing() == [ref(1)]
     async with registry.admit(LATEST, wait_seconds=1) as live:
         assert live is not None
@@ -50,10 +47,10 @@ async def test_nothing_is_seen_before_the_commit(
 
 
 async def test_an_unknown_version_is_not_found_and_the_base_must_be_asked_for(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
+    registry: AdapterRegistry, commit: Commits
 ) -> None:
-    """Fault 2: the base model never answers in place of an adapter."""
-    await registry.commit(ref(1), staged(ref(1)))
+    """faults.md 2, verl#3821: the base model never answers in place of an adapter."""
+    await commit(ref(1))
     for selector in (
         Selector(Rule.EXACT, "default", 2),
         Selector(Rule.LATEST, "other"),
@@ -66,11 +63,9 @@ async def test_an_unknown_version_is_not_found_and_the_base_must_be_asked_for(
         assert live is None
 
 
-async def test_at_least_waits_for_its_version(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
-) -> None:
-    """Fault 5: what waits for version 2 is served by it as soon as it is committed."""
-    await registry.commit(ref(1), staged(ref(1)))
+async def test_at_least_waits_for_its_version(registry: AdapterRegistry, commit: Commits) -> None:
+    """faults.md 5, ART#661: what waits for version 2 is served by it as soon as it is committed."""
+    await commit(ref(1))
 
     async def served() -> AdapterRef:
         async with registry.admit(Selector(Rule.AT_LEAST, "default", 2), wait_seconds=5) as live:
@@ -80,27 +75,27 @@ async def test_at_least_waits_for_its_version(
     waiting = asyncio.create_task(served())
     await asyncio.sleep(0)
     assert not waiting.done()
-    await registry.commit(ref(2), staged(ref(2)))
+    await commit(ref(2))
     assert await waiting == ref(2)
     assert await served() == ref(2)
 
 
 async def test_at_least_expires(registry: AdapterRegistry) -> None:
-    """Fault 23: the wait has a deadline."""
+    """faults.md 23, TRL#6797: the wait has a deadline."""
     with pytest.raises(WaitExpired, match="default@>=1 did not arrive"):
         async with registry.admit(Selector(Rule.AT_LEAST, "default", 1), wait_seconds=0.01):
             pass
 
 
 async def test_a_version_goes_with_its_last_pin(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits
 ) -> None:
-    """Fault 25: nothing is removed while pinned, though no new request finds it."""
-    await registry.commit(ref(1), staged(ref(1)))
+    """faults.md 25, prime-rl#2391: nothing is removed while pinned, though not found."""
+    await commit(ref(1))
     async with registry.admit(LATEST, wait_seconds=1) as live:
         assert live is not None
-        await registry.commit(ref(2), staged(ref(2)))
-        await registry.retire(ref(1))
+        await commit(ref(2))
+        registry.retire(ref(1), source="trainer")
         assert registry.listing() == [ref(2)]
         with pytest.raises(AdapterNotFound):
             async with registry.admit(Selector(Rule.EXACT, "default", 1), wait_seconds=1):
@@ -108,114 +103,8 @@ async def test_a_version_goes_with_its_last_pin(
         await asyncio.sleep(0.02)
         assert sorted(engine.loaded) == [1, 2]
         assert live.loaded.path.is_dir()
-    await eventually(lambda: len(registry._live) == 1)
+    await eventually(lambda: not live.loaded.path.exists())
     assert sorted(engine.loaded) == [2]
-    assert not live.loaded.path.exists()
-
-
-async def test_one_of_two_versions_is_retired_at_once(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
-) -> None:
-    for version in (1, 2):
-        await registry.commit(ref(version), staged(ref(version)))
-    await registry.retire(ref(2))
-    assert registry.listing() == [ref(1)]
-    await eventually(lambda: sorted(engine.loaded) == [1])
-
-
-@pytest.mark.parametrize("newer", [ref(2), ref(1, digest=b"n" * 32, run_id="next run")])
-async def test_the_only_version_stays_until_another_is_committed(
-    registry: AdapterRegistry,
-    engine: FakeEngine,
-    staged: Callable[[AdapterRef], Path],
-    newer: AdapterRef,
-) -> None:
-    """faults.md 26, dynamo#8630: who retires the last version leaves the replica serving it."""
-    await registry.commit(ref(1), staged(ref(1)))
-    await registry.retire(ref(1))
-    assert registry.listing() == [ref(1)]
-    await registry.commit(newer, staged(newer))
-    assert registry.listing() == [newer]
-    await eventually(lambda: sorted(engine.loaded) == [2])
-
-
-async def test_a_refused_update_after_a_retire_leaves_the_old_version_serving(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
-) -> None:
-    """faults.md 26, dynamo#8630: a load that fails must not have unloaded what it replaces."""
-    await registry.commit(ref(1), staged(ref(1)))
-    await registry.retire(ref(1))
-    engine.answers = [BoundReport(0, 0, (), "ValueError: bad rank")]
-    with pytest.raises(Incompatible):
-        await registry.commit(ref(2), staged(ref(2)))
-    assert registry.listing() == [ref(1)]
-    async with registry.admit(LATEST, wait_seconds=1) as live:
-        assert live is not None
-        assert live.ref == ref(1)
-        assert sorted(engine.loaded) == [1]
-
-
-async def test_another_adapters_commit_leaves_a_superseded_version(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
-) -> None:
-    other = AdapterRef("run", "other", 1, b"o" * 32)
-    await registry.commit(ref(1), staged(ref(1)))
-    await registry.retire(ref(1))
-    await registry.commit(other, staged(other))
-    assert registry.listing() == [ref(1), other]
-
-
-async def test_a_superseded_version_is_the_first_to_give_up_its_slot(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
-) -> None:
-    others = [AdapterRef("run", name, 1, name.encode() * 32) for name in "ab"]
-    await registry.commit(others[0], staged(others[0]))
-    await registry.commit(ref(1), staged(ref(1)))
-    await registry.retire(ref(1))
-    await registry.commit(others[1], staged(others[1]))
-    assert registry.listing() == others
-
-
-async def test_a_superseded_version_that_is_sent_again_counts_as_new(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
-) -> None:
-    await registry.commit(ref(1), staged(ref(1)))
-    await registry.retire(ref(1))
-    assert await registry.commit(ref(1), staged(ref(2))) == []
-    await registry.commit(ref(2), staged(ref(2)))
-    assert registry.listing() == [ref(1), ref(2)]
-
-
-async def test_a_version_with_another_digest_is_refused(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
-) -> None:
-    await registry.commit(ref(1), staged(ref(1)))
-    other = ref(1, digest=b"x" * 32)
-    with pytest.raises(AlreadyExists, match="publish other bytes as a new version"):
-        await registry.commit(other, staged(other))
-    assert not staged_path_exists(staged, other)
-    assert registry.listing() == [ref(1)]
-    assert len(engine.loaded) == 1
-
-
-def staged_path_exists(staged: Callable[[AdapterRef], Path], which: AdapterRef) -> bool:
-    path = staged(which)
-    empty_new = not any(path.iterdir())
-    path.rmdir()
-    return not empty_new
-
-
-async def test_the_same_version_again_is_not_loaded_twice(
-    registry: AdapterRegistry, engine: FakeEngine, tmp_path: Path
-) -> None:
-    """Fault 24: a version that comes a second time has one effect."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    await registry.commit(ref(1), first)
-    assert await registry.commit(ref(1), second) == []
-    assert len(engine.loaded) == 1
-    assert (first.exists(), second.exists()) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -232,51 +121,39 @@ async def test_the_same_version_again_is_not_loaded_twice(
 async def test_an_adapter_that_does_not_bind_on_every_rank_is_refused(
     registry: AdapterRegistry,
     engine: FakeEngine,
-    staged: Callable[[AdapterRef], Path],
+    commit: Commits,
     answers: list[BoundReport],
     text: str,
 ) -> None:
-    """Faults 7, 8 and 26: refused by name when one rank lacks a tensor; nothing else changes."""
-    await registry.commit(ref(1), staged(ref(1)))
+    """faults.md 7, TRL#7017, 8, vllm#55193, 26, dynamo#8630: a tensor one rank lacks is named."""
+    await commit(ref(1))
     engine.answers = answers
-    path = staged(ref(2))
     with pytest.raises(Incompatible, match=text):
-        await registry.commit(ref(2), path)
+        await commit(ref(2))
     assert registry.listing() == [ref(1)]
     assert [adapter.name[:9] for adapter in engine.loaded.values()] == ["default@1"]
-    assert not path.exists()
+    assert [path.exists() for path in commit.paths] == [True, False]
 
 
 async def test_pipeline_stages_each_bind_their_own_part(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits
 ) -> None:
     engine.answers = [BoundReport(0, 1, ("late",), ""), BoundReport(1, 1, ("early",), "")]
-    await registry.commit(ref(1), staged(ref(1)))
+    await commit(ref(1))
     assert registry.listing() == [ref(1)]
 
 
-async def test_hundreds_of_versions_level_off(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
-) -> None:
-    """Fault 27: the newest two stay, and ids are never used again."""
-    for version in range(1, 301):
-        await registry.commit(ref(version), staged(ref(version)))
-    await eventually(lambda: len(registry._live) == 2)
-    assert registry.listing() == [ref(299), ref(300)]
-    assert sorted(engine.loaded) == [299, 300]
-
-
 async def test_a_load_waits_for_a_slot_and_never_evicts(
-    registry: AdapterRegistry, engine: FakeEngine, staged: Callable[[AdapterRef], Path]
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits
 ) -> None:
-    """Fault 20: with every slot in use by a request, the load waits until one ends."""
+    """faults.md 20, vllm#47724: with every slot in use, the load waits."""
     async with AsyncExitStack() as first, AsyncExitStack() as others:
         for version, stack in ((1, first), (2, others), (3, others)):
-            await registry.commit(ref(version), staged(ref(version)))
+            await commit(ref(version))
             await stack.enter_async_context(registry.admit(LATEST, wait_seconds=1))
         with pytest.raises(Unavailable, match="all 3 slots are in use"):
-            await registry.commit(ref(4), staged(ref(4)))
-        loading = asyncio.create_task(registry.commit(ref(5), staged(ref(5))))
+            await commit(ref(4))
+        loading = asyncio.create_task(commit(ref(5)))
         await asyncio.sleep(0.01)
         assert not loading.done()
         await first.aclose()
@@ -289,11 +166,11 @@ async def test_a_load_waits_for_a_slot_and_never_evicts(
 
 
 async def test_without_a_run_the_one_committed_last_answers(
-    registry: AdapterRegistry, staged: Callable[[AdapterRef], Path]
+    registry: AdapterRegistry, commit: Commits
 ) -> None:
     old, new = ref(7), ref(1, run_id="next run")
-    await registry.commit(old, staged(old))
-    await registry.commit(new, staged(new))
+    await commit(old)
+    await commit(new)
     async with registry.admit(LATEST, wait_seconds=1) as live:
         assert live is not None
         assert live.ref == new
@@ -302,25 +179,107 @@ async def test_without_a_run_the_one_committed_last_answers(
         assert it.ref == old
 
 
-class DyingEngine(FakeEngine):
-    """Never finishes a load, and is dead by the time that the load is given up."""
+async def test_a_version_with_another_digest_is_refused(
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits
+) -> None:
+    await commit(ref(1))
+    with pytest.raises(AlreadyExists, match="publish other bytes as a new version"):
+        await commit(ref(1, digest=b"x" * 32))
+    assert [path.exists() for path in commit.paths] == [True, False]
+    assert registry.listing() == [ref(1)]
+    assert len(engine.loaded) == 1
+
+
+async def test_the_same_version_again_is_not_loaded_twice(
+    engine: FakeEngine, commit: Commits
+) -> None:
+    """faults.md 24, SkyRL#2035: a version that comes a second time has one effect."""
+    await commit(ref(1))
+    assert (await commit(ref(1))).reports == []
+    assert len(engine.loaded) == 1
+    assert [path.exists() for path in commit.paths] == [True, False]
+
+
+async def test_an_alias_shares_the_slot_and_the_bytes(
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits
+) -> None:
+    await commit(ref(1))
+    registry_alias = AdapterRef("run", "old", 1, ref(1).digest)
+    await registry.alias(registry_alias, source="trainer")
+    assert registry.listing() == [ref(1), registry_alias]
+    assert sorted(engine.loaded) == [1]
+    one, other = registry.contents()
+    assert (other.ref, other.finished) == (registry_alias, True)
+    assert bytes(other.buffer) == bytes(one.buffer)
+    async with registry.admit(Selector(Rule.EXACT, "old", 1), wait_seconds=1) as live:
+        assert live is not None
+        assert live.loaded is engine.loaded[1]
+
+
+async def test_a_shared_slot_goes_with_the_last_name(
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits
+) -> None:
+    await commit(ref(1))
+    old = AdapterRef("run", "old", 1, ref(1).digest)
+    await registry.alias(old, source="trainer")
+    for version in (2, 3):
+        await commit(ref(version))
+    assert registry.listing() == [old, ref(3)]
+    await eventually(lambda: sorted(engine.loaded) == [1, 3])
+    assert commit.paths[0].exists()
+
+    await registry.alias(AdapterRef("run", "old", 2, ref(3).digest), source="trainer")
+    registry.retire(old, source="trainer")
+    await eventually(lambda: sorted(engine.loaded) == [3])
+    await eventually(lambda: not commit.paths[0].exists())
+
+
+async def test_an_alias_of_what_is_not_here_is_not_held(
+    registry: AdapterRegistry, commit: Commits
+) -> None:
+    await commit(ref(1))
+    with pytest.raises(NotHeld, match="no version here has the digest of old@1"):
+        await registry.alias(AdapterRef("run", "old", 1, b"x" * 32), source="trainer")
+    with pytest.raises(AlreadyExists):
+        await registry.alias(ref(1, digest=b"x" * 32), source="trainer")
+    await registry.alias(ref(1), source="trainer")
+    assert registry.listing() == [ref(1)]
+
+
+class StuckEngine(FakeEngine):
+    """Never finishes a load; `is_dead` by the time that the load is given up."""
+
+    is_dead = False
+    unloaded: list[int]
 
     async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
+        self.unloaded = []
         await asyncio.Event().wait()
         raise AssertionError("never set")
 
     async def unload(self, adapter_id: int) -> None:
-        raise EngineDead("the engine ended")
+        self.unloaded.append(adapter_id)
+        if self.is_dead:
+            raise EngineDead("the engine ended")
 
 
-async def test_a_cancelled_commit_stays_cancelled_when_the_engine_is_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_a_cancelled_commit_leaves_no_slot_no_directory_and_no_listing(
+    tmp_path: Path, is_dead: bool
+) -> None:
     """faults.md 22, AReaL#1160: a replica whose engine died during an update must end, too."""
-    registry = AdapterRegistry(engine=DyingEngine(), slots=3, keep_versions=2, slot_wait_seconds=1)
+    engine = StuckEngine()
+    engine.is_dead = is_dead
+    registry = AdapterRegistry(engine=engine, slots=3, keep_versions=2, slot_wait_seconds=1)
+    (tmp_path / "adapter").mkdir()
     commit = asyncio.ensure_future(
-        registry.commit(AdapterRef("run", "default", 1, b"d" * 32), tmp_path / "adapter")
+        registry.commit(content_of(ref(1)), tmp_path / "adapter", source="trainer")
     )
     await asyncio.sleep(0)
     commit.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await commit
+    assert engine.unloaded == [1]
+    assert list(tmp_path.iterdir()) == []
+    assert registry.listing() == []

@@ -6,62 +6,62 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 
-import grpc
 import pytest
-from refit.v1 import adapter_pb2, adapter_pb2_grpc, version_pb2
+from refit.v1 import adapter_pb2, version_pb2
 
-from common.grpc_server import start_server
+from common.adapter import AdapterRef
+from common.grpc_server import connect
+from common.stream.content import Content
+from common.stream.frames import Event
+from common.stream.sender import Receiver
 from common.tasks import cancel
 from common.wire import ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.metrics import Metrics
-from rollout_svc.receiver import Limits
 from rollout_svc.subscriber import BackOff, Subscriber
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
-from tests.fake_trainer import Event, FakeTrainer, update_events
+from tests.fake_trainer import FakeTrainer, raw_chunk, sent_events, serving, update_events
 
 MANIFEST, BUFFER = make_adapter()
 REF = make_ref(MANIFEST)
-Follow = Callable[[FakeTrainer], AbstractAsyncContextManager[None]]
+WHOLE = Content.whole(REF, MANIFEST, BUFFER)
+UPDATE = list(update_events(REF, MANIFEST, BUFFER, chunk_bytes=50))
+HEARTBEAT = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=0.02))
+Follow = Callable[[FakeTrainer], AbstractAsyncContextManager[Subscriber]]
 
 
 @pytest.fixture
-def follow(registry: AdapterRegistry, limits: Limits, staging: Path) -> Follow:
+def follow(registry: AdapterRegistry, applier: UpdateApplier) -> Follow:
     @asynccontextmanager
-    async def followed(trainer: FakeTrainer) -> AsyncIterator[None]:
-        def register(server: grpc.aio.Server) -> None:
-            adapter_pb2_grpc.add_AdapterServiceServicer_to_server(trainer, server)
-
-        server = await start_server(register, host="127.0.0.1", port=0, services=[])
-        subscriber = Subscriber(
-            server.address,
-            subscription=lambda: adapter_pb2.AdapterUpdateRequest(
-                replica_id="replica", held=[ref_to_proto(ref) for ref in registry.listing()]
-            ),
-        )
-        applier = UpdateApplier(
-            registry=registry,
-            limits=limits,
-            staging=staging,
-            metrics=Metrics(),
-            report=subscriber.report,
-        )
-        running = asyncio.create_task(subscriber.run(applier))
-        yield
-        await cancel(running)
-        await server.stop(0)
+    async def followed(trainer: FakeTrainer) -> AsyncIterator[Subscriber]:
+        async with serving(trainer) as address:
+            subscriber = Subscriber(
+                address,
+                subscription=lambda: adapter_pb2.AdapterUpdateRequest(
+                    replica_id="replica", held=[ref_to_proto(ref) for ref in registry.listing()]
+                ),
+                open_channel=connect,
+            )
+            applier.report = subscriber.report
+            running = asyncio.create_task(subscriber.run(applier))
+            yield subscriber
+            await cancel(running)
+            assert running.cancelled() or running.exception() is None
 
     return followed
+
+
+def parent_at(address: str, *, replica_id: str = "relay") -> Event:
+    parent = adapter_pb2.AdapterParent(replica_id=replica_id, address=address, run_id="run")
+    return Event(parent=parent)
 
 
 async def test_an_update_is_committed_and_reported(
     registry: AdapterRegistry, follow: Follow
 ) -> None:
-    trainer = FakeTrainer(list(update_events(REF, MANIFEST, BUFFER)))
+    trainer = FakeTrainer(UPDATE)
     async with follow(trainer):
         await eventually(lambda: trainer.reports)
     [report] = trainer.reports
@@ -70,37 +70,113 @@ async def test_an_update_is_committed_and_reported(
     assert registry.listing() == [REF]
 
 
-async def test_a_lost_trainer_is_found_again_and_told_what_is_held(
-    follow: Follow,
-) -> None:
-    """Fault 6: who comes back says what it holds, and is not sent it again."""
-    trainer = FakeTrainer(list(update_events(REF, MANIFEST, BUFFER)), keep_open=False)
+async def test_a_lost_trainer_is_found_again_and_told_what_is_held(follow: Follow) -> None:
+    """faults.md 6, miles#1724: who comes back says what it holds, and is not sent it again."""
+    trainer = FakeTrainer(UPDATE, keep_open=False)
     async with follow(trainer):
         await eventually(lambda: len(trainer.subscriptions) >= 2)
     assert list(trainer.subscriptions[0].held) == []
     assert list(trainer.subscriptions[1].held) == [ref_to_proto(REF)]
 
 
-async def test_silence_for_three_heartbeats_ends_the_subscription(
-    follow: Follow,
+async def test_an_update_whose_stream_broke_is_gone_on_with(
+    registry: AdapterRegistry, follow: Follow
 ) -> None:
-    """Fault 23: a trainer that is gone without a word is noticed."""
-    heartbeat = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=0.02))
-    trainer = FakeTrainer([heartbeat])
-    async with follow(trainer):
-        await eventually(lambda: len(trainer.subscriptions) >= 2)
-
-
-@pytest.mark.parametrize("interval_seconds", [0.0, -1.0, float("nan")])
-async def test_a_heartbeat_without_an_interval_is_ignored(
-    registry: AdapterRegistry, follow: Follow, interval_seconds: float
-) -> None:
-    heartbeat = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=interval_seconds))
-    trainer = FakeTrainer([heartbeat, *update_events(REF, MANIFEST, BUFFER)])
+    """faults.md 23, TRL#6797: not from its beginning."""
+    rest = await sent_events(WHOLE, Receiver(start_bytes=100))
+    trainer = FakeTrainer(UPDATE[:3], later=[rest], keep_open=False)
     async with follow(trainer):
         await eventually(lambda: registry.listing() == [REF])
-        await asyncio.sleep(0.05)
+    assert not trainer.subscriptions[0].HasField("partial")
+    assert trainer.subscriptions[1].partial == adapter_pb2.PartialUpdate(
+        ref=ref_to_proto(REF), received_bytes=100
+    )
+
+
+async def test_a_damaged_chunk_is_reported_and_asked_for_again(
+    registry: AdapterRegistry, follow: Follow
+) -> None:
+    damaged = raw_chunk(50, bytes(BUFFER[50:100]))
+    damaged.chunk.crc32c ^= 1
+    rest = await sent_events(WHOLE, Receiver(start_bytes=50))
+    trainer = FakeTrainer([*UPDATE[:2], damaged], later=[rest])
+    async with follow(trainer):
+        await eventually(lambda: len(trainer.reports) == 2)
+    refused, committed = trainer.reports
+    assert (refused.outcome, refused.stage) == (
+        adapter_pb2.OUTCOME_REFUSED,
+        adapter_pb2.UPDATE_STAGE_WIRE,
+    )
+    assert committed.outcome == adapter_pb2.OUTCOME_COMMITTED
+    assert trainer.subscriptions[1].partial.received_bytes == 50
+    assert registry.listing() == [REF]
+
+
+async def test_what_is_not_held_is_told_by_subscribing_again(
+    registry: AdapterRegistry, follow: Follow
+) -> None:
+    wrong = Event(
+        alias=adapter_pb2.AdapterAlias(ref=ref_to_proto(AdapterRef("run", "old", 1, b"x" * 32)))
+    )
+    trainer = FakeTrainer([*UPDATE, wrong], later=[[]])
+    async with follow(trainer):
+        await eventually(lambda: len(trainer.subscriptions) == 2)
+    assert list(trainer.subscriptions[1].held) == [ref_to_proto(REF)]
+    assert len(trainer.reports) == 1
+    assert registry.listing() == [REF]
+
+
+async def test_what_fails_again_and_again_is_asked_for_less_and_less_often(
+    follow: Follow,
+) -> None:
+    """A manifest that can be read is no progress, if what follows never is."""
+    bad = raw_chunk(0, bytes(50))
+    bad.chunk.crc32c ^= 1
+    trainer = FakeTrainer([UPDATE[0], bad])
+    async with follow(trainer) as subscriber:
+        await eventually(lambda: len(trainer.subscriptions) >= 3)
+        assert subscriber._back_off._ceiling >= 0.25 * 2**2
+
+
+async def test_silence_for_three_heartbeats_ends_the_subscription(follow: Follow) -> None:
+    """faults.md 23, TRL#6797: a trainer that is gone without a word is noticed."""
+    trainer = FakeTrainer([HEARTBEAT])
+    async with follow(trainer):
+        await eventually(lambda: len(trainer.subscriptions) >= 2)
+        await eventually(lambda: trainer.streams <= 1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+async def test_a_heartbeat_that_makes_no_sense_is_ignored(
+    registry: AdapterRegistry, follow: Follow, seconds: float
+) -> None:
+    nonsense = adapter_pb2.Heartbeat(interval_seconds=seconds, lease_seconds=seconds)
+    lease = adapter_pb2.Heartbeat(lease_seconds=0.06)
+    trainer = FakeTrainer([Event(heartbeat=nonsense), *UPDATE, Event(heartbeat=lease)])
+    async with follow(trainer):
+        await eventually(lambda: registry.listing() == [REF])
+        await eventually(lambda: trainer.renewals)
     assert len(trainer.subscriptions) == 1
+
+
+async def test_the_lease_is_renewed_while_the_subscription_is_open(follow: Follow) -> None:
+    beat = adapter_pb2.Heartbeat(interval_seconds=5, lease_seconds=0.06)
+    trainer = FakeTrainer([Event(heartbeat=beat)])
+    async with follow(trainer) as subscriber:
+        await eventually(lambda: len(trainer.renewals) >= 3)
+        await subscriber.drain("SIGTERM")
+    assert adapter_pb2.RenewLeaseRequest(replica_id="replica") in trainer.renewals
+    assert (
+        trainer.renewals[-1]
+        == adapter_pb2.RenewLeaseRequest(replica_id="replica", draining=True, reason="SIGTERM")
+        or trainer.renewals[-2].draining
+    )
+
+
+async def test_a_goodbye_to_a_trainer_that_is_gone_is_no_error(follow: Follow) -> None:
+    async with follow(FakeTrainer([])) as subscriber:
+        pass
+    await Subscriber("127.0.0.1:1", subscriber.subscription, connect).drain("SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -120,9 +196,9 @@ async def test_a_malformed_retire_ends_the_subscription_and_not_the_replica(
     ref: version_pb2.AdapterRef,
     text: str,
 ) -> None:
-    """Fault 22: what a faulty trainer sends is refused; the served version goes on."""
+    """faults.md 22, AReaL#1160: what a faulty trainer sends is refused; what is served goes on."""
     retire = Event(retire=adapter_pb2.AdapterRetire(ref=ref))
-    trainer = FakeTrainer([*update_events(REF, MANIFEST, BUFFER), retire])
+    trainer = FakeTrainer([*UPDATE, retire])
     async with follow(trainer):
         await eventually(lambda: len(trainer.subscriptions) >= 2)
     assert registry.listing() == [REF]
@@ -141,6 +217,68 @@ async def test_a_refusal_is_logged_once_with_the_trainers_reasons(
         async with follow(trainer):
             await eventually(lambda: len(trainer.subscriptions) >= 3)
     assert [record.message.partition(": ")[2] for record in caplog.records] == [trainer.refusal]
+
+
+async def test_bytes_come_from_the_parent_and_reports_go_to_the_trainer(
+    registry: AdapterRegistry, follow: Follow
+) -> None:
+    relay = FakeTrainer(UPDATE)
+    async with serving(relay) as address:
+        trainer = FakeTrainer([parent_at(address)])
+        async with follow(trainer):
+            await eventually(lambda: trainer.reports)
+            assert (trainer.streams, relay.streams) == (1, 1)
+        await eventually(lambda: relay.streams == 0)
+    assert relay.reports == []
+    assert (relay.subscriptions[0].run_id, trainer.subscriptions[0].run_id) == ("run", "")
+    assert registry.listing() == [REF]
+
+
+@pytest.mark.parametrize("relay_events", [UPDATE[:3], [*UPDATE[:3], HEARTBEAT]])
+async def test_a_lost_parents_child_goes_back_to_the_trainer_with_what_it_has(
+    registry: AdapterRegistry, follow: Follow, relay_events: list[Event]
+) -> None:
+    """faults.md 23, TRL#6797: its stream ends, or it falls silent."""
+    relay = FakeTrainer(relay_events, keep_open=relay_events[-1] is HEARTBEAT)
+    async with serving(relay) as address:
+        rest = await sent_events(WHOLE, Receiver(start_bytes=100))
+        trainer = FakeTrainer([parent_at(address)], later=[rest])
+        async with follow(trainer):
+            await eventually(lambda: registry.listing() == [REF])
+        await eventually(lambda: relay.streams == 0)
+    assert list(trainer.subscriptions[1].lost_parents) == ["relay"]
+    assert trainer.subscriptions[1].partial.received_bytes == 100
+
+
+async def test_a_parent_that_cannot_be_reached_is_lost(follow: Follow) -> None:
+    trainer = FakeTrainer([parent_at("127.0.0.1:1")], later=[[]])
+    async with follow(trainer):
+        await eventually(lambda: len(trainer.subscriptions) == 2)
+    assert list(trainer.subscriptions[1].lost_parents) == ["relay"]
+
+
+async def test_a_second_parent_is_taken_by_subscribing_again(follow: Follow) -> None:
+    relay = FakeTrainer([])
+    async with serving(relay) as address:
+        trainer = FakeTrainer([parent_at(address), parent_at(address)], later=[[parent_at("")]])
+        async with follow(trainer):
+            await eventually(lambda: len(trainer.subscriptions) == 2)
+            await eventually(lambda: (trainer.streams, relay.streams) == (1, 0))
+    assert list(trainer.subscriptions[1].lost_parents) == []
+
+
+async def test_cancelled_in_the_middle_it_leaves_no_stream_and_no_directory(
+    follow: Follow, applier: UpdateApplier
+) -> None:
+    relay = FakeTrainer(UPDATE[:3])
+    async with serving(relay) as address:
+        trainer = FakeTrainer([parent_at(address)])
+        async with follow(trainer):
+            await eventually(lambda: applier._update and applier._update.received_bytes == 100)
+            assert len(list(applier.staging.iterdir())) == 1
+        await eventually(lambda: relay.streams == 0)
+    assert list(applier.staging.iterdir()) == []
+    assert trainer.streams == 0
 
 
 def test_back_off_grows_to_a_ceiling_and_starts_again() -> None:
