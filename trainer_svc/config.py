@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
+from common.adapter import Dtype
 from common.config import Config
+from common.security import SecuritySettings
+from common.wire import CHUNK_BYTES, MAX_CHUNK_BYTES
 from trainer_svc.megatron.settings import DtypeName, LoraSettings, TrainSettings, WorkerSettings
+from trainer_svc.publisher import DeltaMode
 
 
 class RlSettings(Config):
@@ -53,11 +58,43 @@ class RlSettings(Config):
     straggler_seconds: float = Field(default=10.0, ge=0)
     """How long a step then still waits for the other replicas to serve it."""
 
+    max_staleness: int = Field(default=0, ge=0)
+    """Versions that may lie between the one that made a sample and the one that is trained on it.
+    Above 0 keep `train.tis_cap`: its weight corrects for what the policy has changed meanwhile."""
+
+    stale: Literal["drop", "wait"] = "wait"
+    """`wait`: prompts go only to replicas whose answer will be fresh enough when its step trains.
+    `drop`: they go to any that takes prompts, and a group that is too stale when its step trains is
+    thrown away; if none is left the step's prompts are sampled again, at the newest version."""
+
+    async_steps: int = Field(default=0, ge=0)
+    """Steps that generation may be ahead of training; 0: they take turns. At most `max_staleness`,
+    since a sample made so many steps ahead is so many versions old when it is trained on."""
+
     generate_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long one group may take, retries on other replicas included."""
 
+    hedge_after_seconds: float | None = Field(default=None, gt=0)
+    """A group without an answer so long after it was sent is sent to another replica as well; the
+    first answer counts, the other call is cancelled. Unset never does."""
+
+    canary_prompts: int = Field(default=0, ge=0)
+    """With every version go this many of the run's first prompts, their last 32 tokens scored by
+    the trainer; a replica that scores them otherwise refuses the version. 0 sends none."""
+
+    canary_max_difference: float = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """Mean absolute difference of the canary's log-probabilities that a replica still accepts."""
+
     stop_grace_seconds: float = Field(default=20.0, ge=0)
     """How long the running step may go on after SIGTERM, to end with a checkpoint."""
+
+    @field_validator("async_steps")
+    @classmethod
+    def _never_too_far_ahead(cls, value: int, info: ValidationInfo) -> int:
+        bound = info.data.get("max_staleness", value)
+        if value > bound:
+            raise ValueError(f"raise rl.max_staleness, which is {bound}, or take fewer steps")
+        return value
 
 
 class MegatronSettings(Config):
@@ -91,6 +128,9 @@ class ServerSettings(Config):
     port: int = Field(default=50051, ge=0, le=65535)
     """gRPC port; 0 lets the system choose."""
 
+    health_port: int | None = Field(default=None, ge=0, le=65535)
+    """Plaintext port that answers health alone, for probes without a certificate; unset: none."""
+
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Prometheus port; unset serves none."""
 
@@ -99,6 +139,26 @@ class ServerSettings(Config):
 
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     """Longest silence on a subscription."""
+
+    lease_seconds: float = Field(default=15.0, gt=0)
+    """A replica that was silent for so long leaves the fleet."""
+
+    stall_seconds: float = Field(default=300.0, gt=0)
+    """A replica that took no byte for so long leaves it as well. Longer than replicas wait for a
+    free slot, their `slot_wait_seconds`."""
+
+    chunk_bytes: int = Field(default=CHUNK_BYTES, ge=1 << 10, le=MAX_CHUNK_BYTES, multiple_of=4)
+    """Bytes of an adapter in one message of the stream."""
+
+    delta: DeltaMode = "auto"
+    """Send differences to the version a replica holds: always, never, or (auto) where its link,
+    measured by its updates, is slower than the codec."""
+
+    fan_out: int = Field(default=0, ge=0)
+    """Most replicas that take bytes from the trainer itself, and from each replica that relays;
+    0 for no limit, and then nobody relays."""
+
+    security: SecuritySettings = SecuritySettings()
 
 
 class TrainerConfig(Config):
@@ -113,6 +173,10 @@ class TrainerConfig(Config):
     adapter: str = Field(default="default", min_length=1)
     """Name under which replicas serve the policy."""
 
+    adapter_dtype: DtypeName | None = None
+    """Type in which versions are published, rounded once. Unset: that of the base weights, to which
+    a replica would round them."""
+
     adapter_path: Path | None = None
     """PEFT directory to start from; unset starts from a fresh adapter."""
 
@@ -124,6 +188,11 @@ class TrainerConfig(Config):
     lora: LoraSettings = LoraSettings()
     train: TrainSettings = TrainSettings()
     rl: RlSettings
+
+    @property
+    def published_dtype(self) -> Dtype:
+        """The type of every published tensor."""
+        return Dtype[(self.adapter_dtype or self.megatron.dtype).upper()]
 
     def worker(self) -> WorkerSettings:
         """What the Megatron ranks get of it."""

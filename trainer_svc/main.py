@@ -37,9 +37,11 @@ def main(config: TrainerConfig, *, resume: bool) -> None:
 
 async def _serve(config: TrainerConfig, *, resume: bool) -> None:
     stop = stop_requested()
+    # Everything that the user names is read first, so that a mistake shows now.
+    config.server.security.check()
     base = base_model(config.model)
     reward = load_function(config.rl.reward, field="rl.reward")
-    load_examples(config.rl.data, seed=config.rl.seed)  # so that a mistake shows now
+    load_examples(config.rl.data, seed=config.rl.seed)
     open_run = RunDir.resume if resume else RunDir.create
     run_dir = open_run(config.run_dir, base_fingerprint=base.fingerprint)
     (run_dir.path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
@@ -60,6 +62,7 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
                     base_fingerprint=base.fingerprint,
                     shm_dir=SHM_DIR,
                     deadline_seconds=config.megatron.command_timeout_seconds,
+                    dtype=config.published_dtype,
                 ),
                 examples=lambda start: skip(
                     load_examples(config.rl.data, seed=config.rl.seed), start

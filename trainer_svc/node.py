@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import prometheus_client
 
-from common.grpc_server import GrpcServer, start_server
+from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
+from common.stream.sender import Pace
 from trainer_svc.config import ServerSettings
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import Fleet
+from trainer_svc.fleet.status import FleetCollector
 from trainer_svc.publisher import Publisher
 from trainer_svc.service import (
     SERVICES,
@@ -48,12 +51,24 @@ async def serve_node(
     """Listen while the block runs; afterwards end the subscriptions, then the server.
 
     Raises:
-        ConfigError: the port cannot be bound.
+        ConfigError: a port cannot be bound, or a file of `security` not be used.
     """
-    publisher = Publisher(
-        control.run_id, keep=settings.keep_versions, heartbeat_seconds=settings.heartbeat_seconds
+    pace = Pace(
+        chunk_bytes=settings.chunk_bytes,
+        heartbeat_seconds=settings.heartbeat_seconds,
+        lease_seconds=settings.lease_seconds,
+        stall_seconds=settings.stall_seconds,
     )
-    fleet = Fleet(base, published=publisher.refs)
+    publisher = Publisher(
+        control.run_id, keep=settings.keep_versions, pace=pace, delta=settings.delta
+    )
+    fleet = Fleet(
+        base,
+        publisher,
+        fan_out=settings.fan_out,
+        open_channel=partial(connect, security=settings.security),
+    )
+    control.gauges.registry.register(FleetCollector(fleet))
     server = await start_server(
         lambda grpc_server: register(
             grpc_server,
@@ -64,6 +79,8 @@ async def serve_node(
         host=settings.host,
         port=settings.port,
         services=SERVICES,
+        security=settings.security,
+        plaintext_health_port=settings.health_port,
     )
     if settings.metrics_port is not None:
         prometheus_client.start_http_server(

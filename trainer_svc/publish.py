@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +34,10 @@ async def _serve(
     peft_dir: Path, *, model: Path, adapter: str, server: ServerSettings, watch: bool
 ) -> None:
     stop = stop_requested()
-    base = base_model(model)
+    server.security.check()  # so that a mistake shows before the model is read
     if not peft_dir.is_dir():
         raise ConfigError(f"PEFT_DIR: {peft_dir} is no directory; give a PEFT adapter directory")
-    control = RunControl(uuid.uuid4().hex[:12], steps_total=0)
-    async with serve_node(server, base=base, control=control, engine="") as node:
+    async with serve_without_run(model, server) as node:
         feed = DirectoryFeed(peft_dir, node, adapter=adapter)
         if not watch:
             await feed.publish(peft_dir)
@@ -47,6 +48,18 @@ async def _serve(
             await first_of(stop, task)
         finally:
             await cancel(task)
+
+
+@contextlib.asynccontextmanager
+async def serve_without_run(model: Path, server: ServerSettings) -> AsyncIterator[Node]:
+    """A node that others feed: a new run id, and nothing that trains here.
+
+    Raises:
+        ConfigError: the model cannot be read, or the port not be bound.
+    """
+    control = RunControl(uuid.uuid4().hex[:12], steps_total=0)
+    async with serve_node(server, base=base_model(model), control=control, engine="") as node:
+        yield node
 
 
 class DirectoryFeed:

@@ -1,111 +1,192 @@
-"""The version store and its stream: one immutable buffer a version, shared by all subscribers."""
+"""The stream of versions to each subscriber: what it gets, from whom, and in which encoding."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from dataclasses import dataclass
+from typing import Literal
 
 from refit.v1 import adapter_pb2
 
-from common.adapter import AdapterRef, Manifest
+from common.adapter import AdapterRef, Canary, Manifest
+from common.errors import Unavailable
 from common.signal import Signal
-from common.wire import CHUNK_BYTES, crc32c, manifest_to_proto, ref_to_proto
+from common.stream.content import Content
+from common.stream.encoder import DeltaEncoder
+from common.stream.frames import Event, Message
+from common.stream.sender import Pace, Receiver, update_events
+from common.wire import ref_to_proto
+from trainer_svc.store import VersionStore
+from trainer_svc.subscription import Subscription
 
-Event = adapter_pb2.AdapterUpdateResponse
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """A version and its flat buffer, which nobody may write to any more."""
-
-    ref: AdapterRef
-    manifest: Manifest
-    buffer: memoryview
+DeltaMode = Literal["auto", "always", "never"]
 
 
 class Publisher:
-    """Keeps the newest `keep` versions of every adapter of one run.
+    """Distributes the versions of one run.
 
     publisher.publish("default", manifest, buffer, version=1)
-    async for event in publisher.subscribe(adapters=[], held=[]):
+    async for event in publisher.subscribe(Subscription()):
         ...
     """
 
-    def __init__(self, run_id: str, *, keep: int, heartbeat_seconds: float = 5.0) -> None:
+    def __init__(
+        self, run_id: str, *, keep: int, pace: Pace | None = None, delta: DeltaMode = "auto"
+    ) -> None:
         self.run_id = run_id
-        self._keep = keep
-        self._heartbeat_seconds = heartbeat_seconds
-        self._versions: dict[str, list[PublishedVersion]] = {}
+        self.store = VersionStore(run_id, keep=keep)
+        self.pace = pace or Pace()
+        self._delta = delta
+        self._encoder = DeltaEncoder()
         self._changed = Signal()
         self._closed = False
 
     def publish(
-        self, adapter: str, manifest: Manifest, buffer: memoryview, *, version: int
+        self,
+        adapter: str,
+        manifest: Manifest,
+        buffer: memoryview,
+        *,
+        version: int,
+        canary: Canary | None = None,
     ) -> AdapterRef:
-        """Make a version current; the oldest one over `keep` is retired.
+        """Make a version current; older ones above the limit are retired.
 
         `version` grows with every call for the same adapter: the caller's books, which outlive this
         process, say which numbers are spent.
+
+        Raises:
+            AlreadyExists: the number is taken by other bytes.
         """
-        kept = self._versions.setdefault(adapter, [])
-        assert not kept or version > kept[-1].ref.version, "versions only grow"
-        ref = AdapterRef(self.run_id, adapter, version, manifest.digest())
-        kept.append(PublishedVersion(ref, manifest, buffer.toreadonly()))
-        del kept[: -self._keep]
+        ref = self.store.add(adapter, manifest, buffer, version=version, canary=canary)
         self._changed.notify()
         return ref
 
     def refs(self) -> list[AdapterRef]:
-        """The versions kept, oldest first."""
-        return [version.ref for kept in self._versions.values() for version in kept]
+        """The versions kept."""
+        return self.store.refs()
+
+    @contextlib.contextmanager
+    def pinned(self, adapter: str, version: int) -> Iterator[AdapterRef]:
+        """Keep a version served inside the block; raises `AdapterNotFound` when it is gone."""
+        with self.store.pinned(adapter, version) as ref:
+            yield ref
+        self._changed.notify()
+
+    def holds(self, subscription: Subscription, held: Iterable[AdapterRef]) -> None:
+        """The replica said what it holds now."""
+        subscription.held = frozenset(held)
+        self._changed.notify()
+
+    def end(self, subscription: Subscription, reason: str) -> None:
+        """Have one stream end with UNAVAILABLE."""
+        subscription.ended = reason
+        self._changed.notify()
 
     def close(self) -> None:
         """End every subscription."""
         self._closed = True
+        self._encoder.close()
         self._changed.notify()
 
-    async def subscribe(
-        self, *, adapters: Iterable[str], held: Iterable[AdapterRef]
-    ) -> AsyncGenerator[Event]:
+    async def subscribe(self, subscription: Subscription) -> AsyncGenerator[Message]:
         """The events of one subscription, for ever.
 
-        Args:
-            adapters: names wanted; none means all.
-            held: what the subscriber serves already; retired where the run has it no more.
+        Raises:
+            Unavailable: the subscription was ended from this side.
         """
-        wanted, known = set(adapters), set(held)
+        now = asyncio.get_running_loop().time
+        async with contextlib.aclosing(self._events(subscription)) as events:
+            async for event in events:
+                subscription.sending_since = now()
+                yield event
+                subscription.sending_since = None
+                if self._over(subscription):
+                    break
+        if subscription.ended:
+            raise Unavailable(f"replica_id: {subscription.ended}; subscribe again")
 
-        def behind() -> bool:
-            stale = not known <= set(self.refs())
-            return self._closed or stale or self._next_for(wanted, known) is not None
+    def _over(self, subscription: Subscription) -> bool:
+        return self._closed or bool(subscription.ended)
 
-        while not self._closed:
-            if version := self._next_for(wanted, known):
-                for event in update_events(version):
-                    yield event
-                known.add(version.ref)
-            elif stale := known - set(self.refs()):
+    async def _events(self, subscription: Subscription) -> AsyncGenerator[Message]:
+        yield self.pace.heartbeat()
+        if parent := subscription.parent:
+            yield Event(
+                parent=adapter_pb2.AdapterParent(
+                    replica_id=parent.replica_id, address=parent.address, run_id=self.run_id
+                )
+            )
+        while not self._over(subscription):
+            if content := self._next_for(subscription):
+                subscription.sent[content.ref.adapter] = content.ref
+                async with contextlib.aclosing(self._bring(content, subscription)) as events:
+                    async for event in events:
+                        yield event
+            elif stale := self._stale(subscription):
                 # After the update, so that a subscriber is never left without a version.
                 for ref in stale:
-                    known.discard(ref)
+                    subscription.held -= {ref}
                     yield Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(ref)))
-            elif not await self._changed.wait_until(
-                behind, timeout_seconds=self._heartbeat_seconds
-            ):
-                beat = adapter_pb2.Heartbeat(interval_seconds=self._heartbeat_seconds)
-                yield Event(heartbeat=beat)
+            elif not await self._something_for(subscription):
+                yield self.pace.heartbeat()
 
-    def _next_for(self, wanted: set[str], known: set[AdapterRef]) -> PublishedVersion | None:
-        """The newest version of an adapter that the subscriber lacks: latest wins."""
-        newest = (kept[-1] for name, kept in self._versions.items() if not wanted or name in wanted)
-        return next((version for version in newest if version.ref not in known), None)
+    async def _something_for(self, subscription: Subscription) -> bool:
+        return await self._changed.wait_until(
+            lambda: bool(
+                self._over(subscription)
+                or self._next_for(subscription)
+                or self._stale(subscription)
+            ),
+            timeout_seconds=self.pace.heartbeat_seconds,
+        )
+
+    def _bring(self, content: Content, subscription: Subscription) -> AsyncGenerator[Message]:
+        """An update, or an alias where the replica has the bytes under another name."""
+        if subscription.has_bytes_of(content.ref):
+            return _alias(content.ref)
+        return update_events(content, self._receiver(subscription, content), pace=self.pace)
+
+    def _receiver(self, subscription: Subscription, content: Content) -> Receiver:
+        partial_ref, received_bytes = subscription.partial or (None, 0)
+        held = [found for ref in subscription.held if (found := self.store.find(ref))]
+        return Receiver(
+            held=held if adapter_pb2.ENCODING_HELD in subscription.encodings else (),
+            # The newest version of this very adapter, if there is one.
+            base=max(
+                held if self._sends_deltas(subscription) else (),
+                key=lambda h: (h.ref.adapter == content.ref.adapter, h.ref.version),
+                default=None,
+            ),
+            start_bytes=received_bytes if partial_ref == content.ref else 0,
+            encoder=self._encoder,
+        )
+
+    def _sends_deltas(self, subscription: Subscription) -> bool:
+        if self._delta == "auto":
+            wanted = subscription.link_bytes_per_second < self._encoder.bytes_per_second
+        else:
+            wanted = self._delta == "always"
+        return wanted and adapter_pb2.ENCODING_DELTA_ZSTD in subscription.encodings
+
+    def _next_for(self, subscription: Subscription) -> Content | None:
+        """The newest version of an adapter that the subscriber lacks: latest wins.
+
+        From a parent the bytes come to it; an alias does not need any.
+        """
+        for name in self.store.adapters():
+            content = self.store.newest(name)
+            if content is None or not subscription.lacks(content.ref):
+                continue
+            if not subscription.parent or subscription.has_bytes_of(content.ref):
+                return content
+        return None
+
+    def _stale(self, subscription: Subscription) -> frozenset[AdapterRef]:
+        """What the replica holds and the run has no more."""
+        return subscription.held - frozenset(self.store.refs())
 
 
-def update_events(version: PublishedVersion, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Event]:
-    """One update: manifest, chunks in order, commit."""
-    yield Event(manifest=manifest_to_proto(version.ref, version.manifest))
-    for offset in range(0, len(version.buffer), chunk_bytes):
-        data = bytes(version.buffer[offset : offset + chunk_bytes])
-        chunk = adapter_pb2.AdapterChunk(offset_bytes=offset, data=data, crc32c=crc32c(data))
-        yield Event(chunk=chunk)
-    yield Event(commit=adapter_pb2.AdapterCommit(ref=ref_to_proto(version.ref)))
+async def _alias(ref: AdapterRef) -> AsyncGenerator[Message]:
+    yield Event(alias=adapter_pb2.AdapterAlias(ref=ref_to_proto(ref)))

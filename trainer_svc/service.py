@@ -17,15 +17,18 @@ from refit.v1 import (
 
 from common.grpc_server import Context
 from common.model_dir import BaseModel
+from common.stream.frames import Message, add_adapter_service
 from common.version import API_VERSION, git_revision, package_version, service_version
-from common.wire import ref_from_proto, ref_to_proto
+from common.wire import ref_to_proto
 from trainer_svc.control import RunControl
-from trainer_svc.fleet import Fleet, Replica
+from trainer_svc.fleet import Fleet
+from trainer_svc.fleet.status import fleet_status
 from trainer_svc.publisher import Publisher
 
 ADAPTER_SERVICE = "refit.v1.AdapterService"
 TRAINER_SERVICE = "refit.v1.TrainerService"
 VERSION_SERVICE = "refit.v1.VersionService"
+CAPABILITIES = ("adapter_kind:lora", "crc32c", "alias", "held", "delta_zstd", "resume", "relay")
 SERVICES = (ADAPTER_SERVICE, TRAINER_SERVICE, VERSION_SERVICE)
 
 
@@ -38,10 +41,9 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
 
     async def AdapterUpdate(
         self, request: adapter_pb2.AdapterUpdateRequest, context: Context
-    ) -> AsyncGenerator[adapter_pb2.AdapterUpdateResponse]:
-        held = [ref_from_proto(ref) for ref in request.held]
-        with self._fleet.joined(request):
-            events = self._publisher.subscribe(adapters=request.adapters, held=held)
+    ) -> AsyncGenerator[Message]:
+        with self._fleet.members.joined(request) as replica:
+            events = self._publisher.subscribe(replica.subscription)
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
@@ -51,6 +53,11 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     ) -> adapter_pb2.ReportAdapterResponse:
         self._fleet.report(request)
         return adapter_pb2.ReportAdapterResponse()
+
+    async def RenewLease(
+        self, request: adapter_pb2.RenewLeaseRequest, context: Context
+    ) -> adapter_pb2.RenewLeaseResponse:
+        return adapter_pb2.RenewLeaseResponse(lease_seconds=self._fleet.members.renew(request))
 
     async def ListAdapters(
         self, request: adapter_pb2.AdapterServiceListAdaptersRequest, context: Context
@@ -75,7 +82,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             state=control.state,
             step=control.step,
             steps_total=control.steps_total,
-            replicas=map(_replica_status, self._fleet.replicas),
+            replicas=fleet_status(self._fleet),
             metrics=control.metrics,
             message=control.message,
         )
@@ -111,20 +118,10 @@ class VersionServicer(version_pb2_grpc.VersionServiceServicer):
             git_revision=git_revision(),
             engine=self._engine,
             engine_version=package_version(self._engine) if self._engine else "",
-            capabilities=["adapter_kind:lora", "crc32c", "alias"],
+            capabilities=CAPABILITIES,
             base_model=self._base.to_proto(),
             adapters=map(ref_to_proto, self._publisher.refs()),
         )
-
-
-def _replica_status(replica: Replica) -> trainer_pb2.ReplicaStatus:
-    return trainer_pb2.ReplicaStatus(
-        replica_id=replica.id,
-        address=replica.address,
-        adapters=map(ref_to_proto, replica.committed.values()),
-        outstanding=replica.outstanding,
-        refusal=replica.refusal,
-    )
 
 
 def register(
@@ -134,6 +131,6 @@ def register(
     trainer: TrainerServicer,
     version: VersionServicer,
 ) -> None:
-    adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, server)
+    add_adapter_service(adapters, server)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
     version_pb2_grpc.add_VersionServiceServicer_to_server(version, server)

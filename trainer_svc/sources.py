@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
+from common.adapter import Dtype
 from common.peft_dir import PeftAdapter, read_peft_dir
 from trainer_svc.megatron.client import MegatronWorker
 
@@ -42,8 +43,10 @@ class MegatronSource:
         base_fingerprint: str,
         shm_dir: Path,
         deadline_seconds: float,
+        dtype: Dtype,
     ) -> None:
         self._worker = worker
+        self._dtype = dtype
         self._deadline_seconds = deadline_seconds
         self._base_fingerprint = base_fingerprint
         self._shm_dir = shm_dir
@@ -59,6 +62,7 @@ class MegatronSource:
                 path,
                 base_fingerprint=self._base_fingerprint,
                 deadline_seconds=self._deadline_seconds,
+                dtype=self._dtype,
             )
             with path.open("rb") as file:
                 pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

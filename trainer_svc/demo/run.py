@@ -65,6 +65,7 @@ def _plan() -> Plan:
             "rl.prompts_per_step": "8",
             "rl.group_size": "8",
             "rl.max_tokens": "16",
+            "rl.canary_prompts": "2",
             # PEFT's start values, smaller than Xavier's: at this learning rate those collapse to
             # one answer for every question before they have found the right ones.
             "lora.a_init": "kaiming",
@@ -83,6 +84,7 @@ def _fast_plan() -> Plan:
             "rl.prompts_per_step": "8",
             "rl.group_size": "8",
             "rl.max_tokens": "12",
+            "rl.canary_prompts": "2",
             "train.lr": "1e-2",
             "lora.rank": "8",
             "lora.alpha": "16",

@@ -114,7 +114,7 @@ class MegatronTrainer:
     def _sampled(
         self, minibatches: Sequence[Sequence[MicroBatch]], *, temperature: float
     ) -> list[list[Tensor | None]]:
-        """Log-probabilities under the policy that sampled; None where `_backward` finds the same.
+        """Log-probabilities under the policy before the step; None where `_backward` finds them.
 
         The first of several updates moves the policy, and dropout adds noise to it.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, TensorSpec, plan, seal
 from common.errors import StagingFull
-from common.peft_dir import PeftWriter
+from common.peft_dir import write_peft_dir
 from trainer_svc.megatron import names, parallel
 from trainer_svc.megatron.lora import LoraLinear, lora_modules
 from trainer_svc.megatron.settings import LoraSettings
@@ -72,9 +72,9 @@ def export_to_peft_dir(model: GPTModel, path: Path, *, settings: LoraSettings) -
     tensors = whole_tensors(model)
     if torch.distributed.get_rank() == 0:
         manifest = _plan(tensors, settings=settings, base_fingerprint="", dtype=None)
-        writer = PeftWriter(path, manifest)
-        write_tensors(tensors, manifest=manifest, buffer=writer.buffer)
-        writer.finish()
+        buffer = memoryview(bytearray(manifest.total_bytes))
+        write_tensors(tensors, manifest=manifest, buffer=buffer)
+        write_peft_dir(path, manifest, buffer)
 
 
 @torch.no_grad()

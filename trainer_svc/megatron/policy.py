@@ -55,10 +55,16 @@ def token_terms(
 ) -> TokenTerms:
     """The loss of every token and what is reported of it.
 
+    Source: the decoupled objective of Hilton et al. (arXiv 2110.00641), as AReaL (arXiv 2505.24298)
+    has it. The ratio that is clipped is taken against the policy before the step; that policy's
+    truncated weight against the rollout's own log-probabilities corrects for samples of an older
+    version, and for the rollout's other arithmetic alike.
+
     Args:
         logprobs: of the current policy, with gradient.
-        sampled: of the policy that sampled, without dropout; None means `logprobs` are those.
-        on_policy: the current policy is the one that sampled, so that every ratio is 1.
+        sampled: of the policy before the step, which sampled unless the samples are stale; without
+            dropout. None means `logprobs` are those.
+        on_policy: the current policy is the one before the step, so that every ratio is 1.
         reference: of the base model; None leaves the KL term out.
     """
     current = logprobs.detach()

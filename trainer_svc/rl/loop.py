@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 from refit.v1 import rollout_pb2, trainer_pb2
 
 from common.adapter import AdapterRef
-from common.errors import ConfigError, InvalidField, WaitExpired, WorkerGone, WorkerLost
-from common.tasks import gather_or_cancel
+from common.errors import ConfigError, WorkerGone, WorkerLost
 from trainer_svc.config import TrainerConfig
-from trainer_svc.fleet import Replica
 from trainer_svc.megatron.client import MegatronWorker
 from trainer_svc.megatron.protocol import Batch, Sample
 from trainer_svc.node import Node
 from trainer_svc.rl.advantage import group_advantages
+from trainer_svc.rl.ahead import Ahead
+from trainer_svc.rl.canary import CanaryMaker
 from trainer_svc.rl.data import Example, Reward
+from trainer_svc.rl.groups import Group, GroupMaker, StepSamples
 from trainer_svc.rl.prompts import PromptEncoder
 from trainer_svc.rl.records import Records
-from trainer_svc.rl.sampler import Completion, Sampler
+from trainer_svc.rl.row import describe_samples, describe_update
+from trainer_svc.rl.sampler import Sampler
+from trainer_svc.rl.staleness import StalenessBound, describe_staleness
 from trainer_svc.run_dir import RunDir
 from trainer_svc.sources import AdapterSource
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One prompt, its completions and their rewards."""
-
-    prompt_ids: list[int]
-    completions: list[Completion]
-    rewards: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +55,21 @@ class GrpoLoop:
 
     def __init__(self, config: TrainerConfig, parts: Parts) -> None:
         self._config, self._rl, self._parts = config, config.rl, parts
-        self._current: AdapterRef | None = None
-        self._examples: Iterator[Example] = iter(())
         self._deadline_seconds = config.megatron.command_timeout_seconds
-        params = rollout_pb2.SamplingParams(
-            max_tokens=self._rl.max_tokens, temperature=self._rl.temperature
-        )
-        self._sampler = Sampler(
-            parts.node.fleet,
+        self._published: dict[int, AdapterRef] = {}
+        self._first_version = self._version = 0
+        self._examples: Iterator[Example] = iter(())
+        self._bound = StalenessBound(self._rl.max_staleness, self._rl.stale)
+        parts.node.fleet.max_staleness = self._rl.max_staleness
+        self._groups = GroupMaker(
+            self._rl,
             run_id=parts.run_dir.run_id,
-            adapter=config.adapter,
-            params=params,
-            group_size=self._rl.group_size,
+            sampler=self._sampler(),
+            encoder=parts.encoder,
+            reward=parts.reward,
         )
+        self._ahead = Ahead(self._sample, steps=self._rl.async_steps, last=self._rl.steps)
+        self._canary = self._canary_maker() if self._rl.canary_prompts else None
 
     async def train(self) -> None:
         """Run every step that is left; dead ranks cost the steps since the last checkpoint.
@@ -88,18 +81,21 @@ class GrpoLoop:
         """
         control = self._parts.node.control
         restored = False
-        while not restored or (control.step < self._rl.steps and not control.stopping):
-            try:
-                if restored:
-                    await self._advance(control.step + 1)
-                else:
-                    await self._restore()
-                    restored = True
-            except WorkerGone:
-                raise
-            except WorkerLost as error:
-                log.error("%s; going on from the last checkpoint", error)
-                restored = False
+        try:
+            while not restored or (control.step < self._rl.steps and not control.stopping):
+                try:
+                    if restored:
+                        await self._advance(control.step + 1)
+                    else:
+                        await self._restore()
+                        restored = True
+                except WorkerGone:
+                    raise
+                except WorkerLost as error:
+                    log.error("%s; going on from the last checkpoint", error)
+                    restored = False
+        finally:
+            await self._ahead.clear()
 
     async def _advance(self, step: int) -> None:
         """One step with its record and, where it is due, its checkpoint."""
@@ -118,60 +114,50 @@ class GrpoLoop:
 
     async def _step(self, step: int) -> dict[str, Any]:
         started = time.monotonic()
-        groups, lost = await self._sample()
+        samples = await self._fresh(step, await self._ahead.take(step))
         sampled = time.monotonic()
         metrics = await self._parts.worker.step(
-            self._batch(groups), deadline_seconds=self._deadline_seconds
+            self._batch(samples.groups), deadline_seconds=self._deadline_seconds
         )
         trained = time.monotonic()
-        staleness = self._staleness(groups)
-        update = await self._publish()
+        staleness = [self._version - c.version for g in samples.groups for c in g.completions]
+        self._parts.node.control.gauges.show_staleness(staleness)
         return {
             "step": step,
-            **_describe(groups, generate_seconds=sampled - started),
-            "samples_lost": lost,
-            "staleness_mean": fmean(staleness),
-            "staleness_max": max(staleness),
+            **describe_samples(samples),
+            **describe_staleness(staleness),
             **{key: value for key, value in metrics.items() if key not in ("tokens", "seconds")},
-            **update,
-            "generate_seconds": sampled - started,
+            **await self._publish(),
+            "generate_wait_seconds": sampled - started,
             "train_seconds": trained - sampled,
             "step_seconds": time.monotonic() - started,
         }
 
-    async def _sample(self) -> tuple[list[Group], int]:
-        """Groups for one step, all at the current version, and how many samples were lost."""
+    async def _sample(self, step: int) -> StepSamples:
+        """The next prompts' groups, at versions that will do when `step` trains."""
         examples = list(itertools.islice(self._examples, self._rl.prompts_per_step))
         if not examples:
             raise ConfigError("rl.data: the generator ended; let it yield for ever")
-        found = await gather_or_cancel(map(self._group, examples))
-        groups = [group for group in found if group]
+        version = self._bound.oldest_asked(
+            self._version,
+            ahead=step - self._parts.node.control.step - 1,
+            first=self._first_version,
+        )
+        return await self._groups.make(examples, step=step, version=version)
+
+    async def _fresh(self, step: int, samples: StepSamples) -> StepSamples:
+        """Without what is too stale to train on now; made anew if that leaves nothing."""
+        groups = [
+            group
+            for group in samples.groups
+            if self._bound.is_fresh(group.version, current=self._version)
+        ]
+        stale = (len(samples.groups) - len(groups)) * self._rl.group_size
         if not groups:
-            raise WaitExpired("generate: every prompt of the step was lost; the log says why")
-        return groups, (len(examples) - len(groups)) * self._rl.group_size
-
-    async def _group(self, example: Example) -> Group | None:
-        assert self._current is not None, "sampling follows publishing"
-        prompt_ids = self._parts.encoder.encode(example)
-        try:
-            completions = await self._sampler.group(
-                prompt_ids,
-                version=self._current.version,
-                timeout_seconds=self._rl.generate_timeout_seconds,
-            )
-        except (WaitExpired, InvalidField) as error:
-            log.error("%s; the prompt is dropped", error)
-            return None
-        rewards = await asyncio.to_thread(self._rewards, example, completions)
-        return Group(prompt_ids, completions, rewards)
-
-    def _rewards(self, example: Example, completions: list[Completion]) -> list[float]:
-        rewards = [float(self._parts.reward(example, c.text)) for c in completions]
-        if not all(map(math.isfinite, rewards)):
-            raise ConfigError(
-                f"rl.reward: {self._rl.reward} returned {rewards}; return finite ones"
-            )
-        return rewards
+            log.warning("step %d: every sample is too stale; sampling its prompts again", step)
+            samples = await self._groups.make(samples.examples, step=step, version=self._version)
+            groups = samples.groups
+        return replace(samples, groups=groups, stale=stale)
 
     def _batch(self, groups: list[Group]) -> Batch:
         samples = [
@@ -190,40 +176,44 @@ class GrpoLoop:
         ]
         return Batch(tuple(samples), temperature=self._rl.temperature)
 
-    def _staleness(self, groups: list[Group]) -> list[int]:
-        """Versions between the one that made a sample and the one that is being trained."""
-        assert self._current is not None, "training follows publishing"
-        return [self._current.version - c.version for group in groups for c in group.completions]
-
     async def _publish(self) -> dict[str, Any]:
         """Export, distribute, and wait until the fleet serves the new version; the row's share."""
         started = time.monotonic()
         adapter = await self._parts.source.read()
         exported = time.monotonic()
+        canary = await self._canary.make() if self._canary else None
+        scored = time.monotonic()
         self._parts.node.fleet.require(adapter.manifest)
-        self._current = self._parts.node.publisher.publish(
+        ref = self._parts.node.publisher.publish(
             self._config.adapter,
             adapter.manifest,
             adapter.buffer,
             version=self._parts.run_dir.spend_version(),
+            canary=canary,
         )
+        self._version, self._published[ref.version] = ref.version, ref
         await self._parts.node.ready()
-        log.info("published %s, waiting for replicas", self._current)
+        log.info("published %s, waiting for replicas", ref)
         replicas = await self._parts.node.fleet.wait_for(
-            self._current.adapter,
-            self._current.version,
+            ref.adapter,
+            ref.version,
             replicas=self._rl.min_replicas,
             timeout_seconds=self._rl.replica_timeout_seconds,
             straggler_seconds=self._rl.straggler_seconds,
         )
         return {
-            **_describe_update(self._current, replicas),
+            **describe_update(ref, replicas),
             "export_seconds": exported - started,
+            "canary_seconds": scored - exported,
             "update_seconds": time.monotonic() - started,
         }
 
     async def _restore(self) -> None:
-        """Bring the ranks to the newest checkpoint, or to step 0, and publish what they hold."""
+        """Bring the ranks to the newest checkpoint, or to step 0, and publish what they hold.
+
+        What was sampled before goes: its policy is not an ancestor of the one that trains now.
+        """
+        await self._ahead.clear()
         parts, deadline_seconds = self._parts, self._deadline_seconds
         await parts.worker.wait_connected(deadline_seconds=deadline_seconds)
         await parts.worker.init(self._config.worker(), deadline_seconds=deadline_seconds)
@@ -236,43 +226,34 @@ class GrpoLoop:
         self._examples = parts.examples(step * self._rl.prompts_per_step)
         parts.records.truncate(step)
         await self._publish()
+        self._first_version = self._version
         parts.node.control.state = trainer_pb2.RUN_STATE_RUNNING
 
     async def _save(self) -> Path:
         """Write a checkpoint of the step just done."""
-        assert self._current is not None, "saving follows publishing"
         path = self._parts.run_dir.checkpoint(self._parts.node.control.step)
-        state = {"step": self._parts.node.control.step, "version": self._current.version}
+        state = {"step": self._parts.node.control.step, "version": self._version}
         await self._parts.worker.save(path, state=state, deadline_seconds=self._deadline_seconds)
         return path
 
+    def _sampler(self) -> Sampler:
+        return Sampler(
+            self._parts.node.fleet,
+            run_id=self._parts.run_dir.run_id,
+            adapter=self._config.adapter,
+            params=rollout_pb2.SamplingParams(
+                max_tokens=self._rl.max_tokens, temperature=self._rl.temperature
+            ),
+            group_size=self._rl.group_size,
+            published=self._published,
+            hedge_after_seconds=self._rl.hedge_after_seconds,
+        )
 
-def _describe(groups: list[Group], *, generate_seconds: float) -> dict[str, Any]:
-    rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [len(c.token_ids) for group in groups for c in group.completions]
-    return {
-        "samples": len(rewards),
-        "reward_mean": fmean(rewards),
-        "reward_std": pstdev(rewards),
-        "completion_tokens_mean": fmean(lengths),
-        "tokens_per_second": sum(lengths) / generate_seconds,
-    }
-
-
-def _describe_update(ref: AdapterRef, replicas: list[Replica]) -> dict[str, Any]:
-    """The version, each replica's own digest of it, and the stages of the slowest replica."""
-    slowest = max(
-        (replica.timings for replica in replicas),
-        key=lambda t: t.wire_seconds + t.stage_seconds + t.commit_seconds,
-    )
-    reported = {r.id: r.committed[ref.adapter, ref.version] for r in replicas}
-    return {
-        "version": ref.version,
-        "digest": ref.digest.hex(),
-        "replicas": [
-            {"replica_id": name, "digest": found.digest.hex()} for name, found in reported.items()
-        ],
-        "wire_seconds": slowest.wire_seconds,
-        "stage_seconds": slowest.stage_seconds,
-        "commit_seconds": slowest.commit_seconds,
-    }
+    def _canary_maker(self) -> CanaryMaker:
+        examples = itertools.islice(self._parts.examples(0), self._rl.canary_prompts)
+        return CanaryMaker(
+            self._parts.worker,
+            [self._parts.encoder.encode(example) for example in examples],
+            max_difference=self._rl.canary_max_difference,
+            deadline_seconds=self._deadline_seconds,
+        )

@@ -64,11 +64,12 @@ def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def tis_weights(trainer_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
-    """min(trainer / rollout, cap) for every token: corrects for the rollout's other arithmetic.
+    """min(trainer / rollout, cap) for every token: corrects for what made the sample.
 
     Source: truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings
-    you off-policy RL training" (2025); the truncation is that of Ionides (2008). Both inputs are
-    of the policy that sampled, as trainer and as rollout computed it.
+    you off-policy RL training" (2025); the truncation is that of Ionides (2008). Of a fresh sample
+    both inputs are of one policy, as trainer and as rollout computed it; of a stale one the
+    rollout's are of the version that made it.
     """
     return (trainer_logprobs - rollout_logprobs).exp().clamp(max=cap)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 from refit.v1 import rollout_pb2
 
+from common.adapter import AdapterRef
 from common.errors import CorruptUpdate, InvalidField, Unavailable, WaitExpired
-from common.wire import ref_from_proto
+from common.tasks import cancel
+from common.wire import ref_to_proto
 from trainer_svc.fleet import Fleet, Replica
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,21 @@ _OWN_FAULT = (
 )
 """The request's fault, the same on every replica. After any other status another one may answer."""
 
+_BUSY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
+"""Nobody's fault: the replica's queue is full, or an earlier try of this group still runs there."""
+
 _AGAIN_SECONDS = 1.0
-"""Pause before replicas that failed a group are asked for it again, when there are no others."""
+"""Pause before replicas that did not answer are asked again, when there are no others."""
+
+_WHOLE = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH)
 
 
 @dataclass(slots=True)
 class Completion:
-    """One sampled answer: token ids, and each one's log-probability when it was sampled."""
+    """One sampled answer: token ids, and each one's log-probability when it was sampled.
+
+    `version` is the oldest that made any of its tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -42,8 +51,49 @@ class Completion:
     finish_reason: rollout_pb2.FinishReason = rollout_pb2.FINISH_REASON_UNSPECIFIED
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole group, and whether more than one replica was asked for it at the same time."""
+
+    completions: list[Completion]
+    hedged: bool
+
+
+@dataclass(slots=True)
+class _Question:
+    """A group that is being sampled, whichever replicas are asked for it."""
+
+    request: rollout_pb2.GenerateRequest
+    deadline: float
+    asking: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    hedged: bool = False
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def version(self) -> int:
+        return self.request.adapter.version
+
+    @contextlib.contextmanager
+    def put_to(self, replica: Replica) -> Iterator[None]:
+        self.hedged |= bool(self.asking)
+        self.asking.add(replica.id)
+        self.asked.add(replica.id)
+        self.sent.set()
+        try:
+            yield
+        finally:
+            self.asking.discard(replica.id)
+
+
 class Sampler:
-    """Samples groups of completions of the policy's newest version."""
+    """Samples groups of completions of the policy.
+
+    Args:
+        published: every version that may answer, as it was published; looked at anew each time.
+        hedge_after_seconds: a group still unanswered so long after it was first sent is sent to a
+            second replica as well; None never does.
+    """
 
     def __init__(
         self,
@@ -53,62 +103,49 @@ class Sampler:
         adapter: str,
         params: rollout_pb2.SamplingParams,
         group_size: int,
+        published: Mapping[int, AdapterRef],
+        hedge_after_seconds: float | None = None,
     ) -> None:
         self._fleet = fleet
         self._run_id = run_id
         self._adapter = adapter
         self._params = params
         self._group_size = group_size
+        self._published = published
+        self._hedge_after_seconds = hedge_after_seconds
 
     async def group(
-        self, prompt_ids: Sequence[int], *, version: int, timeout_seconds: float
-    ) -> list[Completion]:
+        self, prompt_ids: Sequence[int], *, request_id: str, version: int, timeout_seconds: float
+    ) -> Answer:
         """A whole group, from one replica, at `version` or newer.
 
-        A replica that fails is avoided for this group and nothing of its answer is kept, so that
-        every sample counts once.
+        A replica that fails is avoided for this group and nothing of its answer is kept. Every try
+        carries the same `request_id`, so that a replica which already did the work gives its answer
+        again, and every sample counts once.
 
         Raises:
             WaitExpired: no replica answered in time.
             InvalidField: the request itself was refused, and would be everywhere.
         """
-        avoid: frozenset[str] = frozenset()
-        tried: set[str] = set()
-        now = asyncio.get_running_loop().time
-        deadline = now() + timeout_seconds
-        while (left := deadline - now()) > 0:
-            if not await self._fleet.wait_for_any(
-                self._adapter, version, avoid=avoid, timeout_seconds=min(left, _AGAIN_SECONDS)
-            ):
-                avoid = frozenset()
-                continue
-            with self._fleet.leased(self._adapter, version, avoid=avoid) as replica:
-                # Another replica must have time to answer if this one hangs.
-                share = left / 2 if len(self._fleet.replicas) > 1 else left
-                try:
-                    return await self._generate(replica, prompt_ids, version, timeout_seconds=share)
-                except grpc.aio.AioRpcError as error:
-                    _raise_if_own_fault(replica, error)
-                    log.warning("replica %s failed a group: %s", replica.id, error.details())
-                except Unavailable as error:
-                    log.warning("replica %s: %s", replica.id, error)
-                avoid |= {replica.id}
-                tried.add(replica.id)
-        raise WaitExpired(
-            f"generate: no replica that serves {self._adapter}@{version} answered within "
-            f"{timeout_seconds:g} s; tried {sorted(tried) or 'none'}"
-        )
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        question = _Question(self._request(prompt_ids, request_id, version), deadline)
+        tasks = [asyncio.ensure_future(self._answer(question))]
+        if self._hedge_after_seconds is not None:
+            tasks.append(asyncio.ensure_future(self._hedge(question, self._hedge_after_seconds)))
+        try:
+            # Both give up at the same deadline, and an own fault is one everywhere: the first end
+            # decides, whatever it is.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            first = min(done, key=lambda task: task.exception() is not None)
+            return Answer(first.result(), question.hedged)
+        finally:
+            await cancel(*tasks)
 
-    async def _generate(
-        self,
-        replica: Replica,
-        prompt_ids: Sequence[int],
-        version: int,
-        *,
-        timeout_seconds: float,
-    ) -> list[Completion]:
-        request = rollout_pb2.GenerateRequest(
-            request_id=uuid.uuid4().hex,
+    def _request(
+        self, prompt_ids: Sequence[int], request_id: str, version: int
+    ) -> rollout_pb2.GenerateRequest:
+        return rollout_pb2.GenerateRequest(
+            request_id=request_id,
             token_ids=rollout_pb2.TokenIds(ids=prompt_ids),
             n=self._group_size,
             sampling=self._params,
@@ -119,42 +156,121 @@ class Sampler:
                 version=version,
             ),
         )
+
+    async def _hedge(self, question: _Question, after_seconds: float) -> list[Completion]:
+        await question.sent.wait()
+        await asyncio.sleep(after_seconds)
+        return await self._answer(question)
+
+    async def _answer(self, question: _Question) -> list[Completion]:
+        """Ask one replica after the other until one answers."""
+        failed: set[str] = set()
+        now = asyncio.get_running_loop().time
+        while (left := question.deadline - now()) > 0:
+            avoid = frozenset(failed | question.asking)
+            if not await self._fleet.wait_for_any(
+                self._adapter,
+                question.version,
+                avoid=avoid,
+                timeout_seconds=min(left, _AGAIN_SECONDS),
+            ):
+                failed.clear()
+                continue
+            with (
+                self._fleet.leased(self._adapter, question.version, avoid=avoid) as replica,
+                question.put_to(replica),
+            ):
+                # Another replica must have time to answer if this one hangs.
+                share = left / 2 if len(self._fleet.replicas) > 1 else left
+                completions = await self._ask(replica, question, timeout_seconds=share)
+                if completions is not None:
+                    return completions
+            failed.add(replica.id)
+        raise WaitExpired(
+            f"generate: no replica that serves {self._adapter}@{question.version} answered in "
+            f"time; tried {sorted(question.asked) or 'none'}"
+        )
+
+    async def _ask(
+        self, replica: Replica, question: _Question, *, timeout_seconds: float
+    ) -> list[Completion] | None:
+        """This replica's whole answer, or None; the fleet hears how it did."""
+        try:
+            completions = await self._generate(replica, question, timeout_seconds=timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            self._judge(replica, error)
+            return None
+        except Unavailable as error:
+            log.warning("replica %s: %s", replica.id, error)
+            self._fleet.failed(replica, str(error))
+            return None
+        except CorruptUpdate as error:
+            log.error("replica %s: %s", replica.id, error)
+            self._fleet.quarantine(replica, str(error))
+            return None
+        if any(c.finish_reason == rollout_pb2.FINISH_REASON_ABORT for c in completions):
+            log.info("replica %s ended a group early; it is sampled elsewhere", replica.id)
+            return None
+        self._fleet.answered(replica)
+        return completions
+
+    def _judge(self, replica: Replica, error: grpc.aio.AioRpcError) -> None:
+        """Raises `InvalidField` where no other replica would say anything else."""
+        reason = f"{error.code().name} {error.details()}"
+        if error.code() in _OWN_FAULT:
+            raise InvalidField(
+                f"generate: replica {replica.id} refused the request: {reason}"
+            ) from error
+        log.warning("replica %s did not answer a group: %s", replica.id, reason)
+        if error.code() not in _BUSY:
+            self._fleet.failed(replica, reason)
+
+    async def _generate(
+        self, replica: Replica, question: _Question, *, timeout_seconds: float
+    ) -> list[Completion]:
+        """Raises `CorruptUpdate` for other weights than asked for, `Unavailable` for half a group.
+
+        An aborted completion counts as ended.
+        """
         completions = [Completion() for _ in range(self._group_size)]
-        call = replica.stub.Generate(request, timeout=timeout_seconds)
+        call = replica.stub.Generate(question.request, timeout=timeout_seconds)
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
-            async for part in call:
-                self._check_weights(replica, part)
-                _append(completions[part.index], part)
-        if any(c.finish_reason not in _WHOLE for c in completions):
+            try:
+                async for part in call:
+                    self._check_weights(part, question.version)
+                    _append(completions, part)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # Closing the channel of a replica that left cancels the call, not this task.
+                raise Unavailable("it left while it was answering") from None
+        if any(not c.finish_reason for c in completions):
             raise Unavailable("the answer ended before all of its completions did")
         return completions
 
-    def _check_weights(self, replica: Replica, part: rollout_pb2.GenerateResponse) -> None:
+    def _check_weights(self, part: rollout_pb2.GenerateResponse, version: int) -> None:
         """The tokens were made by the very bytes that were published, or the sample is void."""
-        ref = ref_from_proto(part.adapter)
-        committed = replica.committed.get((ref.adapter, ref.version), ref)
-        if committed != ref or ref.run_id != self._run_id:
+        made_by = part.adapter
+        if not part.HasField("adapter"):
+            raise CorruptUpdate("answered with the base model")
+        expected = self._published.get(made_by.version)
+        if expected is None or ref_to_proto(expected) != made_by:
             raise CorruptUpdate(
-                f"replica {replica.id} answered with {ref} in run {self._run_id}; its report said "
-                f"{committed}"
+                f"answered with {made_by.adapter}@{made_by.version} (run {made_by.run_id}, "
+                f"{made_by.digest.hex()[:12]}); published was {expected or 'no such version'}"
             )
+        if made_by.version < version:
+            raise CorruptUpdate(f"answered with {expected}; asked for was at least {version}")
 
 
-_WHOLE = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH)
-
-
-def _raise_if_own_fault(replica: Replica, error: grpc.aio.AioRpcError) -> None:
-    if error.code() in _OWN_FAULT:
-        raise InvalidField(
-            f"generate: replica {replica.id} refused the request: {error.code().name} "
-            f"{error.details()}"
-        ) from error
-
-
-def _append(completion: Completion, part: rollout_pb2.GenerateResponse) -> None:
+def _append(completions: list[Completion], part: rollout_pb2.GenerateResponse) -> None:
+    if not 0 <= part.index < len(completions):
+        raise Unavailable(f"answered with completion {part.index} of {len(completions)}")
+    completion = completions[part.index]
     completion.token_ids.extend(part.token_ids)
     completion.logprobs.extend(part.logprobs)
     completion.text += part.text
-    completion.version = part.adapter.version
+    completion.version = min(completion.version or part.adapter.version, part.adapter.version)
     completion.finish_reason = part.finish_reason

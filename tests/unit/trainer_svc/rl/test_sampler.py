@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from refit.v1 import adapter_pb2, rollout_pb2, rollout_pb2_grpc, tensor_pb2, version_pb2
+from refit.v1 import rollout_pb2, rollout_pb2_grpc
 
-from common.errors import AdapterNotFound, CorruptUpdate, InvalidField, RefitError, WaitExpired
-from common.grpc_server import Context, start_server
-from common.model_dir import BaseModel
+from common.adapter import AdapterRef
+from common.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    InvalidField,
+    QueueFull,
+    RefitError,
+    WaitExpired,
+)
+from common.grpc_server import Context
 from common.wire import ref_to_proto
 from tests.adapters import make_adapter, make_ref
+from tests.eventually import eventually
+from tests.fake_fleet import FakeFleet, fake_fleet
 from trainer_svc.fleet import Fleet
-from trainer_svc.rl.sampler import Completion, Sampler
+from trainer_svc.rl.sampler import Answer, Completion, Sampler
 
 MANIFEST, _ = make_adapter()
-REF = make_ref(MANIFEST, version=3)
+OLD, REF = make_ref(MANIFEST, version=2), make_ref(MANIFEST, version=3)
+STOP, ABORT = rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_ABORT
 Response = rollout_pb2.GenerateResponse
 
 
@@ -33,82 +42,73 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         *,
         error: RefitError | None = None,
         failures: int = 99,
-        ref: object = REF,
-        cut: bool = False,
+        ref: AdapterRef | None = REF,
+        ends: tuple[rollout_pb2.FinishReason, ...] = (STOP, STOP),
         hangs: bool = False,
     ) -> None:
         self.requests: list[rollout_pb2.GenerateRequest] = []
+        self.cancelled = 0
         self._error, self._failures, self._ref = error, failures, ref
-        self._cut, self._hangs = cut, hangs
+        self._ends, self._hangs = ends, hangs
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[Response]:
         self.requests.append(request)
-        made_by = ref_to_proto(self._ref)  # type: ignore[arg-type]
+        made_by = ref_to_proto(self._ref) if self._ref else None
         for index in (1, 0):
             yield Response(
                 index=index, token_ids=[index], logprobs=[-1.0 - index], text="a", adapter=made_by
             )
         if self._hangs:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
         if self._error and len(self.requests) <= self._failures:
             raise self._error
-        for index in (0,) if self._cut else (0, 1):
+        for index, reason in enumerate(self._ends):
             yield Response(
                 index=index,
                 token_ids=[9],
                 logprobs=[-0.5],
                 text="b",
                 adapter=made_by,
-                finish_reason=rollout_pb2.FINISH_REASON_STOP,
+                finish_reason=reason,
             )
 
 
-@contextlib.asynccontextmanager
-async def _fleet(*replicas: Replica) -> AsyncIterator[Fleet]:
-    fleet = Fleet(BaseModel("m", "f"), published=lambda: [REF])
-    fleet.require(MANIFEST)
-    async with contextlib.AsyncExitStack() as stack:
-        for number, replica in enumerate(replicas):
-            server = await start_server(
-                functools.partial(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, replica),
-                host="127.0.0.1",
-                port=0,
-                services=[],
-            )
-            stack.push_async_callback(server.stop, 0)
-            request = adapter_pb2.AdapterUpdateRequest(
-                replica_id=f"r{number}",
-                advertised_address=server.address,
-                base_model=version_pb2.BaseModel(fingerprint="f"),
-                capabilities=adapter_pb2.ReplicaCapabilities(
-                    max_rank=8,
-                    target_modules=["q_proj", "k_proj"],
-                    dtypes=[tensor_pb2.DTYPE_FLOAT32],
-                ),
-                held=[ref_to_proto(REF)],
-            )
-            stack.enter_context(fleet.joined(request))
-        yield fleet
-    await fleet.close()
+WHOLE = [
+    Completion([0, 9], [-1.0, -0.5], "ab", 3, STOP),
+    Completion([1, 9], [-2.0, -0.5], "ab", 3, STOP),
+]
 
 
-def _sampler(fleet: Fleet) -> Sampler:
-    params = rollout_pb2.SamplingParams(max_tokens=2)
-    return Sampler(fleet, run_id="run", adapter="default", params=params, group_size=2)
+def _sampler(fleet: FakeFleet, *, hedge_after_seconds: float | None = None) -> Sampler:
+    return Sampler(
+        cast(Fleet, fleet),
+        run_id="run",
+        adapter="default",
+        params=rollout_pb2.SamplingParams(max_tokens=2),
+        group_size=2,
+        published={2: OLD, 3: REF},
+        hedge_after_seconds=hedge_after_seconds,
+    )
+
+
+async def _group(sampler: Sampler, *, timeout_seconds: float = 5) -> Answer:
+    return await sampler.group(
+        [5, 6], request_id="run-1-0-v3", version=3, timeout_seconds=timeout_seconds
+    )
 
 
 async def test_a_group_is_put_together_by_index() -> None:
     replica = Replica()
-    async with _fleet(replica) as fleet:
-        group = await _sampler(fleet).group([5, 6], version=3, timeout_seconds=5)
+    async with fake_fleet(replica, held=REF) as fleet:
+        answer = await _group(_sampler(fleet))
 
-    stop = rollout_pb2.FINISH_REASON_STOP
-    assert group == [
-        Completion([0, 9], [-1.0, -0.5], "ab", 3, stop),
-        Completion([1, 9], [-2.0, -0.5], "ab", 3, stop),
-    ]
+    assert answer == Answer(WHOLE, hedged=False)
+    assert fleet.heard == [("answered", "r0")]
     request = replica.requests[0]
     assert (list(request.token_ids.ids), request.n) == ([5, 6], 2)
     assert request.adapter.rule == rollout_pb2.VERSION_RULE_AT_LEAST
@@ -117,52 +117,152 @@ async def test_a_group_is_put_together_by_index() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "heard"),
     [
-        Replica(error=AdapterNotFound("gone")),
-        Replica(error=RefitError("INTERNAL, by its status")),
-        Replica(cut=True),
-        Replica(hangs=True),
+        ({"error": AdapterNotFound("gone")}, "failed: NOT_FOUND gone"),
+        ({"error": RefitError("?")}, "failed: INTERNAL ?"),
+        ({"ends": (STOP,)}, "failed: the answer ended before all of its completions did"),
+        ({"ends": (STOP, STOP, STOP)}, "failed: answered with completion 2 of 2"),
+        ({"hangs": True}, "failed: DEADLINE_EXCEEDED"),
+        ({"error": QueueFull("full")}, None),
+        ({"error": AlreadyExists("running")}, None),
+        ({"ends": (STOP, ABORT)}, None),
     ],
 )
-async def test_a_group_that_breaks_is_sampled_elsewhere_and_counted_once(broken: Replica) -> None:
-    """faults.md 24, SkyRL#2035: nothing of the broken answer is kept."""
-    whole = Replica()
-    async with _fleet(broken, whole) as fleet:
-        group = await _sampler(fleet).group([5], version=3, timeout_seconds=2)
+async def test_a_group_that_breaks_is_sampled_elsewhere_and_counted_once(
+    broken: dict[str, Any], heard: str | None
+) -> None:
+    """faults.md 24, SkyRL#2035: every try has one id, and nothing of the broken answer is kept.
+
+    A full queue, an earlier try that still runs and a drained replica's part are nobody's fault.
+    """
+    bad, whole = Replica(**broken), Replica()
+    async with fake_fleet(bad, whole, held=REF) as fleet:
+        answer = await _group(_sampler(fleet), timeout_seconds=2)
         assert [replica.outstanding for replica in fleet.replicas] == [0, 0]
 
-    assert [c.token_ids for c in group] == [[0, 9], [1, 9]]
-    assert broken.requests[0].request_id != whole.requests[0].request_id
+    assert answer == Answer(WHOLE, hedged=False)
+    *of_bad, last = fleet.heard
+    assert last == ("answered", "r1")
+    assert [(said.startswith(heard or "?"), name) for said, name in of_bad] == (
+        [(True, "r0")] if heard else []
+    )
+    assert [r.request_id for r in bad.requests + whole.requests] == ["run-1-0-v3"] * 2
 
 
-async def test_the_only_replica_is_asked_again_after_a_hiccup() -> None:
-    replica = Replica(error=AdapterNotFound("not yet"), failures=1)
-    async with _fleet(replica) as fleet:
-        group = await _sampler(fleet).group([5], version=3, timeout_seconds=5)
+async def test_the_only_replica_is_asked_again_after_a_pause() -> None:
+    """faults.md 24, SkyRL#2035: under the id it knows."""
+    replica = Replica(error=QueueFull("full"), failures=1)
+    async with fake_fleet(replica, held=REF) as fleet:
+        started = asyncio.get_running_loop().time()
+        answer = await _group(_sampler(fleet))
+        assert asyncio.get_running_loop().time() - started >= 1.0
 
-    assert len(group) == len(replica.requests) == 2
+    assert answer.completions == WHOLE
+    assert [r.request_id for r in replica.requests] == ["run-1-0-v3"] * 2
 
 
 async def test_when_every_replica_failed_the_wait_has_an_end() -> None:
     """faults.md 23, prime-rl#2230."""
-    async with _fleet(Replica(error=AdapterNotFound("gone"))) as fleet:
+    async with fake_fleet(Replica(error=AdapterNotFound("gone")), held=REF) as fleet:
         with pytest.raises(WaitExpired, match=r"tried \['r0'\]"):
-            await _sampler(fleet).group([5], version=3, timeout_seconds=0.5)
+            await _group(_sampler(fleet), timeout_seconds=0.5)
 
 
 async def test_a_request_refused_for_its_own_fault_is_not_tried_again() -> None:
     other = Replica()
-    async with _fleet(Replica(error=InvalidField("sampling.top_p: 2")), other) as fleet:
+    fault = Replica(error=InvalidField("sampling.top_p: 2"))
+    async with fake_fleet(fault, other, held=REF) as fleet:
         with pytest.raises(InvalidField, match=r"INVALID_ARGUMENT sampling\.top_p: 2"):
-            await _sampler(fleet).group([5], version=3, timeout_seconds=5)
+            await _group(_sampler(fleet))
 
-    assert other.requests == []
+    assert (other.requests, fleet.heard) == ([], [])
 
 
-@pytest.mark.parametrize("other", [{"digest": b"x" * 32}, {"run_id": "old", "version": 9}])
-async def test_tokens_made_by_other_bytes_are_void(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("made_by", "reason"),
+    [
+        (None, "answered with the base model"),
+        (
+            replace(REF, digest=b"x" * 32),
+            r"answered with default@3 \(run run, 7878.*published",
+        ),
+        (replace(REF, run_id="old"), r"answered with default@3 \(run old"),
+        (replace(REF, adapter="other"), r"answered with other@3 \(run run"),
+        (replace(REF, version=4), "published was no such version"),
+        (OLD, "asked for was at least 3"),
+    ],
+)
+async def test_a_replica_with_other_weights_is_quarantined_and_its_tokens_are_void(
+    made_by: AdapterRef | None, reason: str
+) -> None:
     """faults.md 2, verl#3821: a sample is attributable to the bytes that made it."""
-    async with _fleet(Replica(ref=replace(REF, **other))) as fleet:
-        with pytest.raises(CorruptUpdate, match="answered with"):
-            await _sampler(fleet).group([5], version=3, timeout_seconds=5)
+    async with fake_fleet(Replica(ref=made_by), Replica(), held=REF) as fleet:
+        answer = await _group(_sampler(fleet))
+
+    assert answer.completions == WHOLE
+    (said, replica), *rest = fleet.heard
+    assert (replica, rest) == ("r0", [("answered", "r1")])
+    assert re.match(f"quarantine: .*{reason}", said)
+
+
+async def test_a_replica_that_leaves_in_the_middle_costs_no_more_than_its_answer() -> None:
+    leaving = Replica(hangs=True)
+    async with fake_fleet(leaving, Replica(), held=REF) as fleet:
+        group = asyncio.ensure_future(_group(_sampler(fleet)))
+        await eventually(lambda: leaving.requests)
+        await fleet.replicas[0].channel.close()
+        answer = await group
+
+    assert answer.completions == WHOLE
+    assert fleet.heard == [
+        ("failed: it left while it was answering", "r0"),
+        ("answered", "r1"),
+    ]
+
+
+async def test_a_sample_is_as_old_as_its_oldest_token() -> None:
+    class Swapping(Replica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, context: Context
+        ) -> AsyncIterator[Response]:
+            for index in (0, 1):
+                for ref, reason in ((OLD, None), (REF, STOP)):
+                    yield Response(
+                        index=index, token_ids=[1], adapter=ref_to_proto(ref), finish_reason=reason
+                    )
+
+    async with fake_fleet(Swapping(), held=REF) as fleet:
+        answer = await _sampler(fleet).group([5], request_id="x", version=2, timeout_seconds=5)
+
+    assert [completion.version for completion in answer.completions] == [2, 2]
+
+
+async def test_a_late_group_is_hedged_and_the_loser_is_cancelled() -> None:
+    """faults.md 24, SkyRL#2035: two replicas work, one answer counts."""
+    slow, quick = Replica(hangs=True), Replica()
+    async with fake_fleet(slow, quick, held=REF) as fleet:
+        answer = await _group(_sampler(fleet, hedge_after_seconds=0.1))
+        await eventually(lambda: slow.cancelled)
+        assert [replica.outstanding for replica in fleet.replicas] == [0, 0]
+
+    assert answer == Answer(WHOLE, hedged=True)
+    assert fleet.heard == [("answered", "r1")]
+    assert [r.request_id for r in slow.requests + quick.requests] == ["run-1-0-v3"] * 2
+
+
+async def test_a_group_in_time_is_not_hedged() -> None:
+    other = Replica()
+    async with fake_fleet(Replica(), other, held=REF) as fleet:
+        answer = await _group(_sampler(fleet, hedge_after_seconds=3))
+
+    assert (answer, other.requests) == (Answer(WHOLE, hedged=False), [])
+
+
+async def test_a_hedge_never_asks_the_same_replica_twice() -> None:
+    slow = Replica(hangs=True)
+    async with fake_fleet(slow, held=REF) as fleet:
+        with pytest.raises(WaitExpired):
+            await _group(_sampler(fleet, hedge_after_seconds=0.05), timeout_seconds=1.5)
+
+    assert len(slow.requests) == 1

@@ -1,0 +1,130 @@
+"""What a replica's word changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from refit.v1 import adapter_pb2
+
+from common.adapter import AdapterRef
+from common.errors import CorruptUpdate, InvalidField, ReplicaNotFound
+from tests.large_adapters import make_large
+from tests.subscriptions import Run, committed, refused, subscription_request
+
+
+async def test_no_prompt_before_the_report(run: Run) -> None:
+    """faults.md 6, miles#1724: a replica gets traffic once it holds the version.
+
+    faults.md 5, ART#661: and from then on, at once.
+    """
+    ref = run.publish(1)
+    with run.fleet.members.joined(subscription_request()):
+        assert not await run.fleet.wait_for_any(
+            "default", 1, avoid=frozenset(), timeout_seconds=0.01
+        )
+        run.fleet.report(committed("r1", ref))
+        with run.fleet.leased("default", 1, avoid=frozenset()) as replica:
+            assert replica.id == "r1"
+
+
+async def test_a_report_of_other_bytes_is_corrupt(run: Run) -> None:
+    """faults.md 1, verl#7495: what a replica serves is what was published."""
+    ref = run.publish(1)
+    other = replace(ref, digest=b"x" * 32)
+    with run.fleet.members.joined(subscription_request()) as replica:
+        with pytest.raises(CorruptUpdate, match=r"committed default@1 .*, published was default@1"):
+            run.fleet.report(committed("r1", other))
+        assert not replica.serves("default", 1)
+        assert not replica.takes_prompts()
+
+
+CHANGES: dict[str, Callable[[AdapterRef], AdapterRef]] = {
+    "newer": lambda ref: replace(ref, version=99),
+    "other run": lambda ref: replace(ref, run_id="other"),
+    "unknown adapter": lambda ref: replace(ref, adapter="unknown"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_a_report_of_what_was_never_published_is_refused(run: Run, name: str) -> None:
+    ref = CHANGES[name](run.publish(1))
+    with run.fleet.members.joined(subscription_request()) as replica:
+        with pytest.raises(InvalidField, match="never published"):
+            run.fleet.report(committed("r1", ref))
+        assert replica.committed == {}
+        assert replica.takes_prompts()
+
+
+async def test_a_late_report_of_a_version_that_is_retired_is_taken(run: Run) -> None:
+    gone, *_, newest = [run.publish(version) for version in (1, 2, 3)]
+    with run.fleet.members.joined(subscription_request()) as replica:
+        run.fleet.report(committed("r1", newest, gone))
+        assert list(replica.committed.values()) == [newest]
+
+
+async def test_a_report_without_a_subscription_is_not_found(run: Run) -> None:
+    with pytest.raises(ReplicaNotFound, match="'r1'"):
+        run.fleet.report(committed("r1", run.publish(1)))
+
+
+async def test_a_report_without_an_outcome_is_refused(run: Run) -> None:
+    request = committed("r1", run.publish(1))
+    request.ClearField("outcome")
+    with (
+        run.fleet.members.joined(subscription_request()),
+        pytest.raises(InvalidField, match="outcome: 0"),
+    ):
+        run.fleet.report(request)
+
+
+@pytest.mark.parametrize(
+    ("stage", "quarantined"),
+    [(adapter_pb2.UPDATE_STAGE_WIRE, False), (adapter_pb2.UPDATE_STAGE_CANARY, True)],
+)
+async def test_a_refusal_is_kept_with_its_stage_until_the_next_commit(
+    run: Run, stage: adapter_pb2.UpdateStage, quarantined: bool
+) -> None:
+    """faults.md 26, dynamo#8630: what it served before the refusal it serves after it.
+
+    What the wire damaged comes again, so it is no reason not to ask the replica.
+    """
+    first, second = run.publish(1), run.publish(2)
+    with run.fleet.members.joined(subscription_request(held=[first])) as replica:
+        run.fleet.report(refused("r1", second, first, stage=stage))
+        assert replica.refusal is not None
+        assert (replica.refusal.ref, replica.refusal.stage) == (second, stage)
+        assert replica.refusal.reason == "no room"
+        assert list(replica.committed.values()) == [first]
+        assert (replica.takes_prompts(), replica.refused("default", 2)) == (
+            not quarantined,
+            quarantined,
+        )
+        run.fleet.report(committed("r1", first, second))
+        assert replica.refusal is None
+        assert replica.takes_prompts()
+
+
+async def test_what_the_update_took_is_kept(run: Run) -> None:
+    request = committed("r1", run.publish(1))
+    request.timings.wire_seconds = 0.5
+    request.wire_bytes = 200
+    request.canary_difference = 0.0
+    with run.fleet.members.joined(subscription_request()) as replica:
+        run.fleet.report(request)
+        assert (replica.timings.wire_seconds, replica.wire_bytes) == (0.5, 200)
+        assert replica.canary_difference == 0.0
+
+
+async def test_the_link_is_measured_by_updates_that_were_sent_as_they_are(run: Run) -> None:
+    """A delta says nothing of it, nor does an update of less than a mebibyte."""
+    small = run.publish(1)
+    large = run.publisher.publish("large", *make_large(tensors=2, width=1 << 17), version=1)
+    with run.fleet.members.joined(subscription_request()) as replica:
+        for ref, wire_bytes in ((small, 200), (large, 3 << 20), (large, 4 << 20)):
+            assert replica.subscription.link_bytes_per_second == float("inf")
+            request = committed("r1", ref)
+            request.wire_bytes, request.timings.wire_seconds = wire_bytes, 0.5
+            run.fleet.report(request)
+        assert replica.subscription.link_bytes_per_second == 8 << 20

@@ -1,0 +1,239 @@
+"""Membership by subscription: who is here, whose lease runs, who was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+from refit.v1 import adapter_pb2, rollout_pb2_grpc
+
+from common.adapter import AdapterRef, Manifest
+from common.errors import AlreadyExists, ReplicaNotFound, Unavailable
+from common.model_dir import BaseModel
+from common.signal import Signal
+from common.wire import ref_from_proto
+from trainer_svc.fleet.admission import check_names, check_request
+from trainer_svc.fleet.relays import choose_parent
+from trainer_svc.fleet.replica import Quarantine, Refusal, Replica
+from trainer_svc.publisher import Publisher
+from trainer_svc.subscription import Subscription
+
+log = logging.getLogger(__name__)
+
+_CLOSE_GRACE_SECONDS = 60.0
+_SHOW_LOST_SECONDS = 600.0
+_END_SECONDS = 5.0
+"""How long a stream may take to end by itself, once its replica has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostReplica:
+    """A replica that left without a goodbye."""
+
+    id: str
+    address: str
+    reason: str
+    at: float
+    """On the event loop's clock."""
+
+    refusal: Refusal | None
+    quarantine: Quarantine | None
+
+
+class Members:
+    """The replicas whose subscriptions are open.
+
+    Args:
+        fan_out: streams that the trainer and each relay carry at most; 0 for no limit.
+        open_channel: makes the channel to a replica's address.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        publisher: Publisher,
+        *,
+        fan_out: int,
+        open_channel: Callable[[str], grpc.aio.Channel],
+    ) -> None:
+        self.needed: Manifest | None = None
+        """What a replica must be able to load; before it is known, nobody can join."""
+
+        self.changed = Signal()
+        """Somebody came, left or changed."""
+
+        self._base = base
+        self._publisher = publisher
+        self._fan_out = fan_out
+        self._open_channel = open_channel
+        self._replicas: dict[str, Replica] = {}
+        self._lost: dict[str, LostReplica] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(list(self._replicas.values()))
+
+    def __getitem__(self, replica_id: str) -> Replica:
+        """Raises `ReplicaNotFound` where no subscription with this id is open."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise ReplicaNotFound(f"replica_id: {replica_id!r} is not subscribed; do so")
+        return replica
+
+    @property
+    def lost(self) -> list[LostReplica]:
+        """Those that left in the last ten minutes without a goodbye, and did not come back."""
+        oldest = asyncio.get_running_loop().time() - _SHOW_LOST_SECONDS
+        return [lost for lost in self._lost.values() if lost.at > oldest]
+
+    @contextlib.contextmanager
+    def joined(self, request: adapter_pb2.AdapterUpdateRequest) -> Iterator[Replica]:
+        """Membership for as long as the subscription is open.
+
+        A replica whose connection broke takes its own place over again, quarantine and all.
+
+        Raises:
+            InvalidField, AlreadyExists: the request is malformed, or its id in use elsewhere.
+            Incompatible: with every reason why the replica cannot serve this run.
+            Unavailable: there is no adapter yet.
+        """
+        live = self._admit(request)
+        replica = self._make(request)
+        if live:
+            self._remove(live, "it subscribed anew")
+        self._replicas[replica.id] = replica
+        if before := self._lost.pop(replica.id, None):
+            replica.refusal, replica.quarantine = before.refusal, before.quarantine
+        self._arm(replica)
+        parent = replica.subscription.parent
+        source = f"relay {parent.replica_id}" if parent else "this trainer"
+        log.info("replica %s joined from %s, bytes from %s", replica.id, replica.address, source)
+        self.changed.notify()
+        try:
+            yield replica
+        finally:
+            self._remove(replica, "its subscription ended")
+            _stop(replica.timer)
+
+    def _admit(self, request: adapter_pb2.AdapterUpdateRequest) -> Replica | None:
+        """The place that the one who asks takes over."""
+        check_names(request)
+        if self.needed is None:
+            raise Unavailable("the run is starting and has no adapter yet; subscribe again")
+        check_request(request, base=self._base, needed=self.needed)
+        live = self._replicas.get(request.replica_id)
+        if live and live.address != request.advertised_address:
+            raise AlreadyExists(
+                f"replica_id: {request.replica_id!r} is subscribed from {live.address}; "
+                "use a new id"
+            )
+        return live
+
+    def _make(self, request: adapter_pb2.AdapterUpdateRequest) -> Replica:
+        held = frozenset(map(ref_from_proto, request.held))
+        partial = request.partial if request.HasField("partial") else None
+        capabilities = request.capabilities
+        others = [replica for replica in self if replica.id != request.replica_id]
+        subscription = Subscription(
+            wanted=frozenset(request.adapters),
+            held=held,
+            encodings=frozenset(capabilities.encodings),
+            parent=choose_parent(
+                others, fan_out=self._fan_out, lost=frozenset(request.lost_parents)
+            ),
+            partial=(ref_from_proto(partial.ref), partial.received_bytes) if partial else None,
+        )
+        channel = self._open_channel(request.advertised_address)
+        return Replica(
+            id=request.replica_id,
+            address=request.advertised_address,
+            channel=channel,
+            stub=rollout_pb2_grpc.RolloutServiceStub(channel),
+            subscription=subscription,
+            stream=asyncio.current_task(),
+            relays=capabilities.relay,
+            committed=self._of_this_run(held),
+        )
+
+    def holds(self, replica: Replica, held: frozenset[AdapterRef]) -> None:
+        """The replica said what it has now."""
+        replica.committed = self._of_this_run(held)
+        self._publisher.holds(replica.subscription, held)
+        self.changed.notify()
+
+    def _of_this_run(self, held: frozenset[AdapterRef]) -> dict[tuple[str, int], AdapterRef]:
+        return {(r.adapter, r.version): r for r in self._publisher.refs() if r in held}
+
+    def renew(self, request: adapter_pb2.RenewLeaseRequest) -> float:
+        """A replica's heartbeat; the seconds until the next one is due.
+
+        Raises:
+            ReplicaNotFound: it has no open subscription.
+        """
+        replica = self[request.replica_id]
+        stall_seconds = self._publisher.pace.stall_seconds
+        if replica.subscription.stalled_seconds() > stall_seconds:
+            self._remove(replica, f"it took no bytes for {stall_seconds:g} s")
+            raise ReplicaNotFound(f"replica_id: {replica.id!r} took no bytes; subscribe again")
+        self._arm(replica)
+        if request.draining and not replica.draining:
+            replica.draining = request.reason or "shutting down"
+            log.info("replica %s drains: %s", replica.id, replica.draining)
+            self.changed.notify()
+        return self._publisher.pace.lease_seconds
+
+    def _arm(self, replica: Replica) -> None:
+        _stop(replica.timer)
+        seconds = self._publisher.pace.lease_seconds
+        replica.timer = asyncio.get_running_loop().call_later(
+            seconds, self._remove, replica, f"it was silent for {seconds:g} s, its lease"
+        )
+
+    def _remove(self, replica: Replica, reason: str) -> None:
+        """Without effect on a replica that has left already."""
+        if self._replicas.get(replica.id) is not replica:
+            return
+        del self._replicas[replica.id]
+        self._end_stream(replica, reason)
+        if not replica.draining:
+            self._lost = {lost.id: lost for lost in self.lost}
+            self._lost[replica.id] = LostReplica(
+                id=replica.id,
+                address=replica.address,
+                reason=reason,
+                at=asyncio.get_running_loop().time(),
+                refusal=replica.refusal,
+                quarantine=replica.quarantine,
+            )
+        log.info("replica %s left: %s", replica.id, replica.draining or reason)
+        self.changed.notify()
+        # Running generations end by themselves; a close without grace would cancel them here.
+        task = asyncio.ensure_future(replica.channel.close(_CLOSE_GRACE_SECONDS))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _end_stream(self, replica: Replica, reason: str) -> None:
+        """It ends with this reason; one that is stuck in a message nobody takes is cancelled."""
+        _stop(replica.timer)
+        self._publisher.end(replica.subscription, reason)
+        if replica.stream:
+            loop = asyncio.get_running_loop()
+            replica.timer = loop.call_later(_END_SECONDS, replica.stream.cancel)
+
+    async def close(self) -> None:
+        """End every membership; cut the channels of replicas that still have work."""
+        for replica in self:
+            self._remove(replica, "the trainer stops")
+            _stop(replica.timer)
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer:
+        timer.cancel()

@@ -1,0 +1,69 @@
+"""What a replica's word on an update changes."""
+
+from __future__ import annotations
+
+import logging
+
+from refit.v1 import adapter_pb2
+
+from common.adapter import AdapterRef
+from common.errors import CorruptUpdate, InvalidField
+from common.wire import ref_from_proto
+from trainer_svc.fleet.replica import Quarantine, Refusal, Replica
+from trainer_svc.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+
+def take_report(
+    request: adapter_pb2.ReportAdapterRequest, *, replica: Replica, publisher: Publisher
+) -> None:
+    """Take an update for committed or refused.
+
+    Raises:
+        InvalidField: a field is malformed, or the version was never published.
+        CorruptUpdate: other bytes were committed than were published.
+    """
+    ref = ref_from_proto(request.ref)
+    if request.outcome == adapter_pb2.OUTCOME_REFUSED:
+        _refused(replica, Refusal(ref, request.stage, request.reason))
+    elif request.outcome == adapter_pb2.OUTCOME_COMMITTED:
+        _check_committed(replica, ref, publisher)
+        _committed(replica, request, publisher)
+    else:
+        raise InvalidField(f"outcome: {request.outcome}; say COMMITTED or REFUSED")
+
+
+def _refused(replica: Replica, refusal: Refusal) -> None:
+    replica.refusal = refusal
+    log.error("replica %s refused %s: %s", replica.id, refusal.ref, refusal.reason)
+    # What the wire damaged comes again.
+    if refusal.stage != adapter_pb2.UPDATE_STAGE_WIRE:
+        replica.quarantine = Quarantine(f"refused {refusal.ref}: {refusal.reason}")
+
+
+def _check_committed(replica: Replica, ref: AdapterRef, publisher: Publisher) -> None:
+    published = {(kept.adapter, kept.version): kept for kept in publisher.refs()}
+    newest = max((v for name, v in published if name == ref.adapter), default=0)
+    expected = published.get((ref.adapter, ref.version))
+    if ref.run_id != publisher.run_id or (expected is None and ref.version > newest):
+        raise InvalidField(f"ref: {ref} was never published; report what this trainer sent")
+    if expected is not None and expected != ref:
+        reason = f"committed {ref}, published was {expected}"
+        _refused(replica, Refusal(expected, adapter_pb2.UPDATE_STAGE_LOAD, reason))
+        raise CorruptUpdate(reason)
+
+
+def _committed(
+    replica: Replica, request: adapter_pb2.ReportAdapterRequest, publisher: Publisher
+) -> None:
+    replica.refusal = replica.quarantine = None
+    replica.failures_in_a_row = 0
+    replica.timings, replica.wire_bytes = request.timings, request.wire_bytes
+    if request.HasField("canary_difference"):
+        replica.canary_difference = request.canary_difference
+    content = publisher.store.find(ref_from_proto(request.ref))
+    if content and request.wire_bytes >= content.manifest.total_bytes:
+        replica.subscription.measured(
+            wire_bytes=request.wire_bytes, wire_seconds=request.timings.wire_seconds
+        )

@@ -1,0 +1,246 @@
+"""`AdapterPublisher`: the start, the publish and the close of somebody's own training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from common.adapter import Manifest
+from common.config import validate_config
+from common.errors import AdapterNotFound, InvalidField, WaitExpired
+from trainer_svc.config import ServerSettings
+from trainer_svc.library.completion import Completion
+from trainer_svc.library.contents import Contents, read_contents
+from trainer_svc.library.published import Published
+from trainer_svc.library.server_process import ServerProcess, result_of
+from trainer_svc.megatron.protocol import Json, manifest_to_json
+
+_START_SECONDS = 120.0
+_ANSWER_SECONDS = 30.0
+"""How long the child may take beyond a deadline that it keeps itself."""
+
+_MAX_TOKEN_ID = (1 << 31) - 1
+
+_UNHASHED = 2
+"""Versions that may wait for their digests; each is a copy of the adapter."""
+
+
+class AdapterPublisher:
+    """Streams the adapters of any training loop to the replicas that subscribe.
+
+        with AdapterPublisher(model="models/smollm2", port=50051) as publisher:
+            version = publisher.publish(get_peft_model_state_dict(model), lora_config)
+            publisher.wait(version)
+            groups = publisher.generate([[1, 2, 3]], n=8, max_tokens=64)
+
+    A child process serves; it ends with `close`, or with this process. Any thread may call any
+    method. Versions count from 1 for every adapter, and a new publisher is a new run.
+
+    Args:
+        model: Hugging Face directory of the base model, the one that the replicas load.
+        host: interface to listen on; 0.0.0.0 for every one.
+        port: 0 lets the system choose; see `address`.
+        server: all else about the server, as under `[server]` of a trainer's TOML file.
+        log_path: file that the server's log is added to. Errors show its end in any case.
+
+    Raises:
+        ConfigError: the model cannot be read, or the port not be bound.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 50051,
+        server: ServerSettings | None = None,
+        log_path: Path | None = None,
+    ) -> None:
+        keys = (server or ServerSettings()).model_dump(mode="json") | {"host": host, "port": port}
+        settings = validate_config(ServerSettings, keys, source="AdapterPublisher")
+        self._turn = threading.Lock()
+        self._newest: dict[str, int] = defaultdict(int)
+        self._room = threading.BoundedSemaphore(_UNHASHED)
+        self._server = ServerProcess(log_path)
+        try:
+            started = self._ask(
+                "start",
+                {"model": str(model), "server": settings.model_dump(mode="json")},
+                timeout_seconds=_START_SECONDS,
+            )
+        except BaseException:
+            self._server.close()
+            raise
+        self.address: str = started["address"]
+        """host:port, for `trainer_address` of the replicas."""
+        self.run_id: str = started["run_id"]
+
+    def __enter__(self) -> AdapterPublisher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def publish(
+        self, state_dict: Mapping[str, Any], lora_config: object, *, adapter: str = "default"
+    ) -> Published:
+        """Hand a version over; the caller may change the tensors as soon as this returns.
+
+        Blocks for one copy of them; digests and streaming are the child's work. Every tensor keeps
+        its own type: float32, bfloat16 or float16. A third call waits while the digests of the
+        first are still computed.
+
+        Args:
+            state_dict: torch tensors, on any device, or numpy arrays: by the names that
+                `peft.get_peft_model_state_dict` gives, or those of `model.state_dict()`.
+            lora_config: `peft.LoraConfig`, or a dict with the keys of adapter_config.json.
+
+        Raises:
+            ConfigError: the adapter cannot be served; the key or tensor is named.
+            StagingFull: there is no memory for the copy.
+            Unavailable: the server ended; the message holds the end of its log.
+        """
+        contents = read_contents(state_dict, lora_config)
+        with contextlib.ExitStack() as held:
+            file = os.memfd_create("refit-adapter")
+            held.callback(os.close, file)
+            contents.write(file)
+            if not self._room.acquire(timeout=_ANSWER_SECONDS):
+                raise WaitExpired(
+                    f"publish: {_UNHASHED} versions had no digest after {_ANSWER_SECONDS:g} s"
+                )
+            held.callback(self._room.release)
+            published, sealed = self._hand_over(file, contents, adapter)
+            until_sealed = held.pop_all()
+        sealed.add_done_callback(lambda _: until_sealed.close())
+        return published
+
+    def wait(
+        self, version: Published, *, replicas: int = 1, timeout_seconds: float = 300.0
+    ) -> None:
+        """Block until so many replicas serve the version, or a newer one.
+
+        Raises:
+            WaitExpired: fewer do when the time is over; each one's state is named.
+        """
+        version.digest(timeout_seconds=timeout_seconds)
+        self._ask(
+            "wait",
+            {
+                "adapter": version.adapter,
+                "version": version.version,
+                "replicas": replicas,
+                "timeout_seconds": timeout_seconds,
+            },
+            timeout_seconds=timeout_seconds + _ANSWER_SECONDS,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+        adapter: str = "default",
+        timeout_seconds: float = 600.0,
+    ) -> list[list[Completion]]:
+        """Sample `n` completions of every prompt, given as token ids, from the fleet.
+
+        They come from the version published last or a newer one, each prompt's from one replica:
+        the least busy one, another if that one fails. What is unset is as vLLM has it.
+
+        Raises:
+            AdapterNotFound: no version of the adapter was published.
+            InvalidField: a replica refused a prompt or a parameter; it is named.
+            WaitExpired: no replica answered in time.
+        """
+        if not (version := self._newest.get(adapter, 0)):
+            raise AdapterNotFound(f"generate: no version of {adapter!r}; publish one first")
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+            "stop": list(stop),
+            "stop_token_ids": list(stop_token_ids),
+            "ignore_eos": ignore_eos,
+            "min_tokens": min_tokens,
+        }
+        reply = self._ask(
+            "generate",
+            {
+                "prompts": [_token_ids(prompt) for prompt in prompts],
+                "n": _natural(n),
+                "sampling": sampling,
+                "adapter": adapter,
+                "version": version,
+                "timeout_seconds": timeout_seconds,
+            },
+            timeout_seconds=timeout_seconds + _ANSWER_SECONDS,
+        )
+        return [[Completion.from_json(raw) for raw in group] for group in reply["groups"]]
+
+    def close(self) -> None:
+        """End the server. Replicas go on serving what they have."""
+        self._server.close()
+
+    def _hand_over(
+        self, file: int, contents: Contents, adapter: str
+    ) -> tuple[Published, Future[Json]]:
+        manifest = Manifest("", contents.lora, contents.specs)
+        args: Json = {
+            "adapter": adapter,
+            "manifest": manifest_to_json(manifest),
+            # No name in a file system: the memory is freed with the last process that holds it.
+            "path": f"/proc/{os.getpid()}/fd/{file}",
+        }
+        with self._turn:
+            version = self._newest[adapter] + 1
+            sealed = self._server.request("publish", args | {"version": version})
+            self._newest[adapter] = version
+        return Published(adapter, version, sealed), sealed
+
+    def _ask(self, command: str, args: Json, *, timeout_seconds: float) -> Json:
+        reply = self._server.request(command, args)
+        try:
+            return result_of(reply, command=command, timeout_seconds=timeout_seconds)
+        except WaitExpired as error:
+            # What kept the replicas away, a refusal say, is known to the server alone.
+            said = self._server.last_lines()
+            raise WaitExpired(f"{error}; the server's log ends:\n{said}") from None
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    ids = [int(token_id) for token_id in prompt]
+    if not ids or not all(0 <= token_id <= _MAX_TOKEN_ID for token_id in ids):
+        raise InvalidField(f"prompts: found {ids}; give at least one token id, none below 0")
+    return ids
+
+
+def _natural(n: int) -> int:
+    if n < 1:
+        raise InvalidField(f"n: found {n}; ask for at least one completion a prompt")
+    return n
