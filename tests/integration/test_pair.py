@@ -26,7 +26,7 @@ from refit.v1 import (
 from common.adapter import Dtype, Manifest
 from common.model_dir import base_model
 from common.peft_dir import read_peft_dir, write_peft_dir
-from common.wire import crc32c, dtype_to_proto, manifest_from_proto
+from common.wire import ManifestReader, crc32c, dtype_to_proto
 from tests.integration.services import START_SECONDS, grpcurl, refit, rows_until
 from trainer_svc.demo import tiny
 
@@ -235,7 +235,8 @@ def _subscribe(pair: Pair, request: adapter_pb2.AdapterUpdateRequest) -> tuple[M
     """The first update of a subscription."""
     with grpc.insecure_channel(pair.trainer) as channel:
         call = adapter_pb2_grpc.AdapterServiceStub(channel).AdapterUpdate(request, timeout=20)
-        _, manifest = manifest_from_proto(next(call).manifest)
+        assert next(call).HasField("heartbeat")
+        manifest = ManifestReader(next(call).manifest).manifest()
         received = bytearray()
         for event in call:
             if event.HasField("commit"):

@@ -1,0 +1,1 @@
+"""Faults of the stream and the fleet, on real processes."""
