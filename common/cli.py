@@ -59,15 +59,19 @@ def _add_service(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
+    _add_set(parser, example="train.lr=1e-4")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser, *, example: str) -> None:
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override one key, dotted, e.g. --set train.lr=1e-4; may be repeated",
+        help=f"override one key, dotted, e.g. --set {example}; may be repeated",
     )
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,8 +79,7 @@ def _add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("peft_dir", type=Path, metavar="PEFT_DIR")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="its base model")
     parser.add_argument("--adapter", default="default", help="name replicas serve it under")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for every interface")
-    parser.add_argument("--port", type=int, default=50051, help="0 lets the system choose")
+    _add_set(parser, example="server.port=0")
     parser.add_argument(
         "--watch", action="store_true", help="publish each new adapter written there or below"
     )
@@ -125,14 +128,15 @@ def _rollout(args: argparse.Namespace) -> int:
 
 
 def _publish(args: argparse.Namespace) -> None:
-    from trainer_svc.config import ServerSettings
+    from common.config import load_config
+    from trainer_svc.config import PublishConfig
     from trainer_svc.publish import main
 
     main(
         args.peft_dir,
         model=args.model,
         adapter=args.adapter,
-        server=ServerSettings(host=args.host, port=args.port),
+        server=load_config(PublishConfig, None, _overrides(args.set)).server,
         watch=args.watch,
     )
 

@@ -34,7 +34,7 @@ _SERVER_OPTIONS = [
     # With port sharing on, a second server would bind the same port in silence.
     ("grpc.so_reuseport", 0),
     # The default answers a client's 30 s keepalive with too_many_pings.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -26,7 +26,7 @@ from common.wire import ManifestReader, ref_from_proto, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.limits import Limits
 from rollout_svc.metrics import Metrics
-from rollout_svc.receiver import Staged, Update
+from rollout_svc.receiver import Staged, Update, open_update
 from rollout_svc.relay import Relay
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class UpdateApplier:
         self._wire_bytes = manifest.ByteSize()
         try:
             self._reader = ManifestReader(manifest)
-            self._open_if_complete()
+            await self._open_if_complete()
         except RefitError as error:
             await self._refuse(manifest.ref, error, _opening_stage(error))
 
@@ -142,7 +142,7 @@ class UpdateApplier:
         try:
             self._check_table_size()
             self._reader.add(tensors)
-            self._open_if_complete()
+            await self._open_if_complete()
         except RefitError as error:
             await self._refuse(ref, error, _opening_stage(error))
 
@@ -152,7 +152,7 @@ class UpdateApplier:
                 f"manifest.tensors: a table above {_MAX_TABLE_BYTES} bytes; use PEFT's names"
             )
 
-    def _open_if_complete(self) -> None:
+    async def _open_if_complete(self) -> None:
         reader = self._reader
         if reader is None or not reader.complete:
             return
@@ -163,7 +163,7 @@ class UpdateApplier:
             self._update, self._suspended = self._suspended, None
             return
         self._drop_suspended("another update came instead")
-        self._update = Update(
+        self._update = await open_update(
             reader,
             path=self.staging / str(next(self._directories)),
             limits=self.limits,

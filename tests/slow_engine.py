@@ -40,6 +40,14 @@ class SlowEngine(FakeEngine):
             raise Incompatible(f"adapter {adapter.name}: {digest} lies in its directory")
         return await super().load(adapter)
 
+    async def pause(self) -> None:
+        await super().pause()
+        self.gate.clear()
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.gate.set()
+
     async def _step(self, aborted: asyncio.Event) -> None:
         await asyncio.sleep(self._token_seconds)
         await super()._step(aborted)

@@ -206,3 +206,9 @@ class TrainerConfig(Config):
             lora=self.lora,
             train=self.train,
         )
+
+
+class PublishConfig(Config):
+    """What `refit publish` takes from the environment, e.g. REFIT_SERVER__LEASE_SECONDS=5."""
+
+    server: ServerSettings = ServerSettings()

@@ -47,7 +47,7 @@ def encode(new: memoryview, base: memoryview, *, itemsize: int) -> bytes:
     return _zstd.compressor.compress(_planes(_zigzag(words)).data)
 
 
-def decode(data: bytes, base: memoryview, out: memoryview, *, itemsize: int) -> None:
+def decode(data: bytes | memoryview, base: memoryview, out: memoryview, *, itemsize: int) -> None:
     """Inverse of `encode`, into `out`; takes a few times its size of memory whatever `data` is.
 
     `out` is untouched on an error.
@@ -84,7 +84,7 @@ def _joined(data: bytes, *, itemsize: int) -> Words:
     return words
 
 
-def _decompress(data: bytes, *, size_bytes: int) -> bytes:
+def _decompress(data: bytes | memoryview, *, size_bytes: int) -> bytes:
     """The frame's content; its header is checked first, since memory is taken by what it says."""
     try:
         claimed_bytes = zstandard.get_frame_parameters(data).content_size

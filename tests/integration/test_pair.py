@@ -342,7 +342,8 @@ def test_publish_serves_each_adapter_that_is_written(pair: Pair) -> None:
     final = read_peft_dir(pair.run_dir / "adapter", base_fingerprint=base)
     watched = pair.log_dir / "watched"
     write_peft_dir(watched / "one", final.manifest, final.buffer)
-    arguments = ("--model", str(pair.model), "--port", pair.trainer.rpartition(":")[2])
+    port = pair.trainer.rpartition(":")[2]
+    arguments = ("--model", str(pair.model), "--set", f"server.port={port}")
     log = pair.log_dir / "publish.log"
     with refit("publish", str(watched), "--watch", *arguments, log=log):
         assert _served_digest(pair, version=1) == final.manifest.digest()

@@ -13,7 +13,7 @@ from refit.v1 import adapter_pb2, adapter_pb2_grpc
 
 from common.adapter import AdapterRef, Manifest
 from common.grpc_server import Context, start_server
-from common.stream.sender import Event
+from common.stream.frames import Event
 from common.wire import ref_from_proto
 from tests.eventually import eventually
 from tests.fake_trainer import update_events

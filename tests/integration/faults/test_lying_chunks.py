@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from refit.v1 import adapter_pb2
 
-from common.stream.sender import Event
+from common.stream.frames import Event
 from common.wire import crc32c, ref_from_proto
 from tests.eventually import eventually
 from tests.fake_trainer import raw_chunk, update_events

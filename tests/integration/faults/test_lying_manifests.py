@@ -9,7 +9,7 @@ import pytest
 from refit.v1 import adapter_pb2
 
 from common.adapter import AdapterRef, Manifest
-from common.stream.sender import Event
+from common.stream.frames import Event
 from common.wire import manifest_to_proto
 from tests.fake_trainer import update_events
 from tests.integration.faults.liar import LiedTo

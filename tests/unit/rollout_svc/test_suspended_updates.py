@@ -59,6 +59,19 @@ async def test_what_came_is_kept_and_the_rest_makes_it_whole(
     assert bytes(live.buffer) == bytes(content(1).buffer)
 
 
+async def test_a_break_while_room_is_made_leaves_nothing(
+    applier: UpdateApplier, staging: Path
+) -> None:
+    opening = asyncio.ensure_future(applier.apply(events_of(1)[0]))
+    await asyncio.sleep(0)  # the thread is at work
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    applier.suspend()
+    assert applier.partial() is None
+    assert list(staging.iterdir()) == []
+
+
 async def test_a_break_within_the_table_leaves_nothing(
     applier: UpdateApplier, staging: Path
 ) -> None:
