@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from refit.v1 import adapter_pb2
 
@@ -65,6 +65,8 @@ async def update_events(
         yield event
     digests = {spec.digest for held in receiver.held for spec in held.manifest.tensors}
     pieces = plan_pieces(content.manifest, held=digests, base=base.manifest if base else None)
+    # A slow receiver must not keep versions alive whose digests were all that was needed.
+    receiver = replace(receiver, held=())
     position = receiver.start_bytes
     for piece in pieces:
         while position < piece.end:

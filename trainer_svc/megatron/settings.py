@@ -97,7 +97,7 @@ class TrainSettings(Config):
 
     tis_cap: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     """Cap of the importance weight between trainer and rollout; 0 leaves the weight out. It corrects
-    for an older policy, and so is needed where `rl.max_staleness` is above 0."""
+    for an older policy, so keep it where `rl.max_staleness` is above 0."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates made from one batch."""

@@ -191,19 +191,19 @@ class Processes:
         env: dict[str, str] | None = None,
     ) -> ReplicaProcess:
         """A replica that follows a trainer; `prefix` is a command that starts it."""
-        arguments = (f"model={self.model}", f"trainer_address={trainer}", *settings)
-        defaults = [f"staging_dir={self.staging}"]
-        if any(s.startswith("staging_dir=") for s in settings):
-            defaults = []
-        command = (*prefix, sys.executable, "-m", "tests.replica_process", *defaults, *arguments)
+        arguments = (
+            f"model={self.model}",
+            f"staging_dir={self.staging}",
+            f"trainer_address={trainer}",
+            *settings,
+        )
+        command = (*prefix, sys.executable, "-m", "tests.replica_process", *arguments)
         return ReplicaProcess(*await self._start(command, "replica", env))
 
     async def trainer(
         self, *settings: str, run_id: str = "run", env: dict[str, str] | None = None
     ) -> TrainerProcess:
-        arguments = (f"model={self.model}", f"run_id={run_id}", *settings)
-        if not any(s.startswith("port=") for s in settings):
-            arguments += ("port=0",)
+        arguments = ("port=0", f"model={self.model}", f"run_id={run_id}", *settings)
         command = (sys.executable, "-m", "tests.trainer_process", *arguments)
         trainer = TrainerProcess(*await self._start(command, "trainer", env))
         trainer.run_id, trainer.fingerprint = run_id, self.fingerprint

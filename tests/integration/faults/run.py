@@ -22,6 +22,8 @@ from trainer_svc.fleet import Replica
 from trainer_svc.fleet.status import fleet_status
 from trainer_svc.node import Node, serve_node
 
+_GAP_SECONDS = 5.0
+
 
 @dataclass(slots=True)
 class Run:
@@ -84,59 +86,45 @@ async def running(processes: Processes, **settings: object) -> AsyncIterator[Run
         yield Run(node)
 
 
-@dataclass(slots=True)
-class Answers:
-    """What a replica said; `longest_gap_seconds` lies between two answers."""
-
-    versions: list[int] = field(default_factory=list)
-    longest_gap_seconds: float = 0.0
-
-
 @asynccontextmanager
 async def called(
     replica: ReplicaProcess,
     published: Iterable[AdapterRef],
     *,
-    gap_seconds: float = 5.0,
     any_run: bool = False,
-) -> AsyncIterator[Answers]:
-    """Call for the latest version all the while.
+) -> AsyncIterator[list[int]]:
+    """Call for the latest version all the while, and give the versions that answered.
 
     Raises where an answer is of no version that was published, or of an older one than the answer
-    before, or comes `gap_seconds` late.
+    before, or comes 5 s late.
 
     Args:
         published: looked at anew for each answer.
     """
-    answers = Answers()
-    task = asyncio.ensure_future(_call(replica, published, answers, gap_seconds, any_run))
+    answers: list[int] = []
+    task = asyncio.ensure_future(_call(replica, published, answers, any_run))
     try:
         yield answers
-        count = len(answers.versions)
-        await eventually(lambda: len(answers.versions) > count or task.done(), seconds=gap_seconds)
+        count = len(answers)
+        await eventually(lambda: len(answers) > count or task.done(), seconds=_GAP_SECONDS)
     finally:
         if task.done():
             task.result()
         await cancel(task)
-    assert answers.longest_gap_seconds < gap_seconds
 
 
 async def _call(
     replica: ReplicaProcess,
     published: Iterable[AdapterRef],
-    answers: Answers,
-    gap_seconds: float,
+    answers: list[int],
     any_run: bool,
 ) -> None:
-    now = asyncio.get_running_loop().time
     ref = next(iter(published))
     while True:
-        begun = now()
         run_id = "" if any_run else ref.run_id
-        parts = await replica.generate(ref, run_id=run_id, seconds=gap_seconds)
+        parts = await replica.generate(ref, run_id=run_id, seconds=_GAP_SECONDS)
         [made_by] = {ref_from_proto(part.adapter) for part in parts}
         assert made_by in list(published), f"{made_by} was never published"
-        assert any_run or made_by.version >= max(answers.versions, default=0)
-        answers.versions.append(made_by.version)
-        answers.longest_gap_seconds = max(answers.longest_gap_seconds, now() - begun)
+        assert any_run or made_by.version >= max(answers, default=0)
+        answers.append(made_by.version)
         await asyncio.sleep(0.01)

@@ -16,8 +16,8 @@ from tests.proxy import Proxy
 
 pytestmark = pytest.mark.timeout(90)
 _TOTAL_BYTES = 64 * WIDTH
-_LEASE_SECONDS = 1.5
-_SETTINGS = {"heartbeat_seconds": 0.5, "lease_seconds": _LEASE_SECONDS, "chunk_bytes": 1 << 16}
+_LEASE_SECONDS = 4.0
+_SETTINGS = {"heartbeat_seconds": 1.0, "lease_seconds": _LEASE_SECONDS, "chunk_bytes": 1 << 16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ KILLS = 20
 GROUP = 2
 TOKENS = 12
 _SLOW = 4e6
-_LOAD_SECONDS = 0.3
+_LOAD_SECONDS = 0.5
 _TOKEN_SECONDS = 0.02
 
 
@@ -119,7 +119,7 @@ async def during_commit(
     """While the engine loads what was received whole."""
     ref = run.publish()
     await victim.said(f"loading default@{ref.version}-")
-    await asyncio.sleep(chance.uniform(0, 0.9) * _LOAD_SECONDS)
+    await asyncio.sleep(chance.uniform(0, 0.5) * _LOAD_SECONDS)
     member = run.member(victim)
     assert member is not None and member.newest("default") == ref.version - 1
 

@@ -44,7 +44,7 @@ async def test_an_update_without_room_is_refused_and_the_next_one_taken(
             assert status.state == trainer_pb2.REPLICA_STATE_QUARANTINED
             assert status.reason == f"refused {too_large}: {status.refusal}"
             assert await replica.listing() == [first]
-            assert set(answers.versions) == {1}
+            assert set(answers) == {1}
 
             third = run.publish(width=_FITS)
             await run.ready(replica)

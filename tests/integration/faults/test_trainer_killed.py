@@ -22,7 +22,7 @@ from tests.integration.faults.run import called
 from tests.proxy import Proxy
 
 pytestmark = pytest.mark.timeout(60)
-SHORT = ("heartbeat_seconds=0.5", "lease_seconds=1.5", "chunk_bytes=65536")
+SHORT = ("heartbeat_seconds=1", "lease_seconds=4", "chunk_bytes=65536")
 READY = [("READY", "serves what the run asks for")]
 _TOTAL_BYTES = 64 * WIDTH
 _SLOW = 1e6
@@ -94,7 +94,7 @@ async def test_a_trainer_killed_during_an_update_sends_only_the_rest(processes: 
             published.append(await _half_received(trainer, replica, proxy))
             trainer = await _again(trainer, processes)
             proxy.bytes_per_second = None
-            assert set(answers.versions) == {1}
+            assert set(answers) == {1}
             assert await trainer.publish(2) == published[1]
             await replica.serves(published[1])
             await trainer.shows(READY)
@@ -109,7 +109,7 @@ async def test_the_next_run_takes_the_place_of_a_killed_one(processes: Processes
     Half of the old run's next version is forgotten."""
     trainer = await processes.trainer(*SHORT)
     async with Proxy(trainer.address) as proxy:
-        replica = await processes.replica(proxy.address, "engine.token_seconds=0.2")
+        replica = await processes.replica(proxy.address, "engine.token_seconds=0.5")
         first = await trainer.publish(1)
         published = [first]
         await replica.serves(first)
