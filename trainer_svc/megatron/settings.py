@@ -96,8 +96,10 @@ class TrainSettings(Config):
     """Weight of the KL term to the base model; 0 saves its forward pass."""
 
     tis_cap: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """Cap of the importance weight between trainer and rollout; 0 leaves the weight out. It corrects
-    for an older policy, so keep it where `rl.max_staleness` is above 0."""
+    """Cap of the importance weight between trainer and rollout; 0 leaves the weight out.
+
+    It corrects for an older policy, so keep it where `rl.max_staleness` is above 0.
+    """
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates made from one batch."""
