@@ -10,6 +10,7 @@ the service closes the socket, or dies, the ranks end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -139,13 +140,23 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True, help="the service's Unix socket")
     args = parser.parse_args()
     _end_with_parent()
-    # The service answers health checks and streams adapters while a step has every core.
-    os.nice(_NICENESS)
+    _give_way()
     dist.init_process_group(cpu.BACKEND)
     if cpu.HAVE_CUDA:
         torch.cuda.set_device(dist.get_node_local_rank())
     serve(Link(args.socket))
     dist.destroy_process_group()
+
+
+def _give_way() -> None:
+    """The service answers health checks and streams adapters while a step has every core.
+
+    Where Linux groups sessions (autogroup), niceness counts only within one, and torchrun's session
+    is not the service's: the group has a niceness of its own.
+    """
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
 
 
 def _end_with_parent() -> None:
