@@ -130,7 +130,7 @@ async def started(model: Path, staging: Path, *, trainer: str = "") -> AsyncIter
 async def test_a_replica_is_ready_with_its_first_adapter_and_leaves_nothing_behind(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """Fault 6: no traffic before the current version is held; then SIGTERM ends it with 0."""
+    """faults.md 6: no traffic before the current version is held; then SIGTERM ends it with 0."""
     manifest, buffer = zero_adapter(base_model(model_dir).fingerprint)
     ref = make_ref(manifest)
     trainer = FakeTrainer(list(update_events(ref, manifest, buffer)))

@@ -41,7 +41,7 @@ async def test_a_committed_adapter_answers_and_the_base_stays_itself(
     adapters: AdapterMaker,
     reference: LlamaForCausalLM,
 ) -> None:
-    """Fault 1: the served log-probabilities are the adapter's and differ from the base's."""
+    """faults.md 1: the served log-probabilities are the adapter's and differ from the base's."""
     content, path = adapters.make(seed=1)
     before = await sample(engine, None)
     committed = await registry.commit(content, path, source=TRAINER)
@@ -59,7 +59,7 @@ async def test_a_committed_adapter_answers_and_the_base_stays_itself(
 async def test_new_versions_leave_a_running_generation_alone(
     engine: VllmEngine, registry: AdapterRegistry, adapters: AdapterMaker
 ) -> None:
-    """Fault 20: a long generation on v1, while v2 and v3 arrive, ends as if they had not."""
+    """faults.md 20: a long generation on v1, while v2 and v3 arrive, ends as if they had not."""
     versions = [adapters.make(seed=seed) for seed in (1, 2, 3)]
     await registry.commit(*versions[0], source=TRAINER)
     long = replace(GREEDY, max_tokens=400)
@@ -104,7 +104,7 @@ async def test_a_prompt_of_several_blocks_is_not_read_from_another_versions_cach
     adapters: AdapterMaker,
     reference: LlamaForCausalLM,
 ) -> None:
-    """Fault 19: after v1 has cached the prompt, v2 gives exactly what a cold v2 gives."""
+    """faults.md 19: after v1 has cached the prompt, v2 gives exactly what a cold v2 gives."""
     prompt = tuple((7 * position) % VOCAB for position in range(200))
     first, second = adapters.make(seed=1), adapters.make(seed=2)
     await registry.commit(*first, source=TRAINER)
@@ -135,7 +135,7 @@ async def test_an_adapter_that_binds_to_nothing_is_refused_by_name(
     wrong: dict[str, object],
     reason: str,
 ) -> None:
-    """Faults 8 and 26: refused, naming the tensors; no listing changes and no slot leaks."""
+    """faults.md 8 and 26: refused, naming the tensors; no listing changes and no slot leaks."""
     content, path = adapters.make(seed=1)
     await registry.commit(content, path, source=TRAINER)
     bad, bad_path = adapters.make(seed=2, **wrong)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ async def test_served_logprobs_are_of_the_distribution_sampled_from(
     adapters: AdapterMaker,
     reference: LlamaForCausalLM,
 ) -> None:
-    """Fault 18: at temperature 0.7 they are the log-softmax of logits / 0.7."""
+    """faults.md 18: at temperature 0.7 they are the log-softmax of logits / 0.7."""
     content, path = adapters.make(seed=4)
     await registry.commit(content, path, source=TRAINER)
     sampling = Sampling(n=1, max_tokens=64, temperature=0.7, seed=11, ignore_eos=True)
@@ -165,7 +165,7 @@ async def test_served_logprobs_are_of_the_distribution_sampled_from(
 async def test_the_served_change_is_linear_in_alpha(
     engine: VllmEngine, registry: AdapterRegistry, adapters: AdapterMaker
 ) -> None:
-    """Fault 14: twice alpha is what twice B is, exactly, and not what alpha is."""
+    """faults.md 14: twice alpha is what twice B is, exactly, and not what alpha is."""
     answers = []
     for alpha, b_factor in ((32.0, 1.0), (16.0, 2.0), (16.0, 1.0)):
         content, path = adapters.make(seed=5, alpha=alpha, b_factor=b_factor)
@@ -180,7 +180,7 @@ async def test_the_served_change_is_linear_in_alpha(
 async def test_every_dtype_on_the_wire_gives_the_same_answer(
     engine: VllmEngine, registry: AdapterRegistry, adapters: AdapterMaker
 ) -> None:
-    """Fault 17: values that all dtypes hold exactly are served alike from each."""
+    """faults.md 17: values that all dtypes hold exactly are served alike from each."""
     answers = []
     for dtype in Dtype:
         content, path = adapters.make(seed=6, dtype=dtype)
@@ -193,7 +193,7 @@ async def test_every_dtype_on_the_wire_gives_the_same_answer(
 async def test_the_staged_file_is_neither_written_nor_needed_by_a_loaded_adapter(
     engine: VllmEngine, registry: AdapterRegistry, adapters: AdapterMaker
 ) -> None:
-    """Fault 21: overwriting the received bytes after the commit changes no answer."""
+    """faults.md 21: overwriting the received bytes after the commit changes no answer."""
     content, path = adapters.make(seed=7)
     weights = path / "adapter_model.safetensors"
     digest = hashlib.sha256(weights.read_bytes()).digest()
@@ -209,7 +209,7 @@ async def test_the_staged_file_is_neither_written_nor_needed_by_a_loaded_adapter
 async def test_slots_and_directories_level_off_over_many_versions(
     engine: VllmEngine, registry: AdapterRegistry, adapters: AdapterMaker
 ) -> None:
-    """Fault 27: forty versions leave two loaded, two directories and the newest served."""
+    """faults.md 27: forty versions leave two loaded, two directories and the newest served."""
     made = [adapters.make(seed=seed) for seed in range(40)]
     for content, path in made:
         await registry.commit(content, path, source=TRAINER)
@@ -226,7 +226,7 @@ async def test_scores_are_of_the_named_weights(
     adapters: AdapterMaker,
     reference: LlamaForCausalLM,
 ) -> None:
-    """Fault 1: the adapter's own, which are not the base's, though each has cached the tokens."""
+    """faults.md 1: the adapter's own, which are not the base's, though each has cached the tokens."""
     content, path = adapters.make(seed=8)
     await registry.commit(content, path, source=TRAINER)
     async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
@@ -275,7 +275,7 @@ async def test_a_canary_lets_its_own_version_in_and_no_other(
     adapters: AdapterMaker,
     reference: LlamaForCausalLM,
 ) -> None:
-    """Fault 1: weights that answer as the base does are not taken for the version."""
+    """faults.md 1: weights that answer as the base does are not taken for the version."""
     content, path = adapters.make(seed=9)
     await registry.commit(content, path, source=TRAINER)
     async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:

@@ -177,7 +177,7 @@ async def test_a_pause_freezes_generation_and_changes_nothing(engine: VllmEngine
 async def test_an_unknown_engine_argument_is_refused_with_the_nearest_name(
     config: RolloutConfig,
 ) -> None:
-    """Fault 10: an unknown knob is an error, not dropped."""
+    """faults.md 10: an unknown knob is an error, not dropped."""
     wrong = config.model_copy(update={"engine": {"max_model_length": 10}})
     with pytest.raises(ConfigError, match=r"engine\.max_model_length: .*'max_model_len'"):
         await VllmEngine.start(wrong)

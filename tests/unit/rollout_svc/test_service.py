@@ -193,7 +193,7 @@ async def test_text_is_tokenized_here(stub: rollout_pb2_grpc.RolloutServiceStub)
 async def test_a_text_is_tokenized_beside_the_event_loop(
     stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
 ) -> None:
-    """Fault 23: a long text holds up nobody else."""
+    """faults.md 23: a long text holds up nobody else."""
     engine.may_encode.clear()
     asked = rollout_pb2.GenerateRequest(
         text="AB", sampling=rollout_pb2.SamplingParams(max_tokens=1), adapter=BASE
@@ -411,7 +411,7 @@ async def test_an_engine_that_heeds_no_abort_is_left_behind(
 async def test_a_pause_ends_with_its_lease(
     stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
 ) -> None:
-    """Fault 22: a caller that dies cannot leave the replica paused."""
+    """faults.md 22: a caller that dies cannot leave the replica paused."""
     await stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(lease_seconds=0.05))
     assert engine.paused
     await eventually(lambda: not engine.paused)
