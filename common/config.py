@@ -46,17 +46,33 @@ def load_config(
         ConfigError: naming each key, what was found, and for an unknown key the nearest one.
     """
     values = _read_toml(path) if path else {}
-    for key, text in (_from_environment(model) | dict(overrides or {})).items():
+    environment, overrides = _from_environment(model), dict(overrides or {})
+    for key, text in (environment | overrides).items():
         _put(values, key, _parse(text))
-    return validate_config(model, values, source=str(path) if path else "configuration")
+    source = str(path) if path else "configuration"
+    origins = dict.fromkeys(environment, "environment") | dict.fromkeys(overrides, "--set")
+    return validate_config(model, values, source=source, origins=origins)
 
 
-def validate_config(model: type[ConfigT], values: Mapping[str, Any], *, source: str) -> ConfigT:
-    """Validate plain values against a model, errors as one line a key."""
+def validate_config(
+    model: type[ConfigT],
+    values: Mapping[str, Any],
+    *,
+    source: str,
+    origins: Mapping[str, str] | None = None,
+) -> ConfigT:
+    """Validate plain values against a model, errors as one line a key.
+
+    Args:
+        source: where the values come from, but for the dotted keys in `origins`.
+    """
     try:
         return model.model_validate(values)
     except pydantic.ValidationError as error:
-        lines = [f"{source}: {_explain(model, item)}" for item in error.errors()]
+        lines = []
+        for item in error.errors():
+            key = ".".join(map(str, item["loc"]))
+            lines.append(f"{(origins or {}).get(key, source)}: {_explain(model, item)}")
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -129,12 +145,15 @@ def _parse(text: str) -> Any:
 
 
 def _explain(model: type[pydantic.BaseModel], error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_nearest(model, error['loc'])}"
     if error["type"] == "missing":
         return f"{key}: missing; it has no default"
     message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        # Of several keys together; the message names them.
+        return str(message)
     return f"{key}: found {error['input']!r}; {message[0].lower()}{message[1:]}"
 
 
@@ -145,13 +164,16 @@ def _nearest(model: type[pydantic.BaseModel], location: tuple[Any, ...]) -> str:
         if not (isinstance(inner, type) and issubclass(inner, pydantic.BaseModel)):
             return ""
         fields = inner.model_fields
-    return suggestion(str(location[-1]), fields)
+    section = "".join(f"{part}." for part in location[:-1])
+    return suggestion(str(location[-1]), fields, prefix=section)
 
 
-def suggestion(found: str, known: Any) -> str:
+def suggestion(found: str, known: Any, *, prefix: str = "") -> str:
     """ "; did you mean …" with the nearest known name, else the list of them."""
     near = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+    if near:
+        return f"; did you mean {prefix + near[0]!r}?"
+    return f"; known are {', '.join(sorted(known))}"
 
 
 def dump_toml(config: Config) -> str:

@@ -58,7 +58,13 @@ class NoRun(RefitError):
     code = StatusCode.FAILED_PRECONDITION
 
 
-class StagingFull(RefitError, OSError):
+class StagingFailed(RefitError, OSError):
+    """The staging directory cannot take the update: files, rights or disk."""
+
+    code = StatusCode.UNAVAILABLE
+
+
+class StagingFull(StagingFailed):
     """The staging file system has no room for the update."""
 
     code = StatusCode.RESOURCE_EXHAUSTED

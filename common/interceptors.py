@@ -12,7 +12,13 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health
 
-from common.errors import PermissionDenied, RefitError, Unauthenticated
+from common.errors import (
+    ConfigError,
+    PermissionDenied,
+    RefitError,
+    Unauthenticated,
+    Unavailable,
+)
 from common.tokens import TokenBook
 
 log = logging.getLogger(__name__)
@@ -98,6 +104,12 @@ def _mapped_stream(method: Callable[..., Any]) -> Callable[..., Any]:
 async def _mapped(context: Context) -> AsyncIterator[None]:
     try:
         yield
+    except ConfigError as error:
+        # Not the caller's fault, and what it names is this machine's own.
+        log.error("a call needs what is not configured right: %s", error)
+        await _abort(
+            context, Unavailable("this service's configuration cannot be used; see its log")
+        )
     except RefitError as error:
         await _abort(context, error)
     except grpc.aio.AbortError:

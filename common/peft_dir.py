@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.adapter import LoraConfig, Manifest
-from common.errors import StagingFull
+from common.errors import StagingFailed, StagingFull
 from common.peft_checks import BASE_CHANGING_INITS
 from common.peft_reader import (
     CONFIG_FILE,
@@ -53,6 +53,7 @@ class PeftWriter:
 
     Raises:
         StagingFull: the file system has no room for it; nothing is left behind.
+        StagingFailed: another error of the file system; from every method but `discard`.
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, base_model: str = "") -> None:
@@ -83,15 +84,18 @@ class PeftWriter:
         return self.path
 
     def discard(self) -> None:
-        """Remove all that was written."""
+        """Remove all that was written, or what a sweeper of temporary files has left of it."""
         self._file.close()
-        shutil.rmtree(self.path)
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _write(self, position: int, data: bytes | memoryview) -> None:
         rest = memoryview(data)
-        while rest:
-            written = os.pwrite(self._file.fileno(), rest, position)
-            rest, position = rest[written:], position + written
+        try:
+            while rest:
+                written = os.pwrite(self._file.fileno(), rest, position)
+                rest, position = rest[written:], position + written
+        except OSError as error:
+            raise _failure(self.path, error) from error
 
 
 def _create(path: Path, *, config: str, weights_bytes: int) -> tuple[IO[bytes], mmap.mmap]:
@@ -102,16 +106,24 @@ def _create(path: Path, *, config: str, weights_bytes: int) -> tuple[IO[bytes], 
             (path / CONFIG_FILE).write_text(config)
             return _allocate(path / WEIGHTS_FILE, weights_bytes)
         except OSError:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
             raise
     except OSError as error:
         if error.errno not in _NO_ROOM:
-            raise
+            raise _failure(path, error) from error
         raise StagingFull(
             f"staging directory {path.parent}: {error.strerror}; an update needs {weights_bytes} "
-            f"bytes, {shutil.disk_usage(path.parent).free} are free; enlarge the file system or "
-            "keep fewer versions"
+            f"bytes, {_free_bytes(path)} are free; enlarge the file system or keep fewer versions"
         ) from error
+
+
+def _failure(path: Path, error: OSError) -> StagingFailed:
+    return StagingFailed(f"staging directory {path.parent}: {error.strerror}; see to it and retry")
+
+
+def _free_bytes(path: Path) -> int:
+    """Of its file system; `path` itself need not exist."""
+    return shutil.disk_usage(next(above for above in path.parents if above.exists())).free
 
 
 def _allocate(path: Path, size_bytes: int) -> tuple[IO[bytes], mmap.mmap]:

@@ -93,9 +93,14 @@ class Answers:
         request: rollout_pb2.GenerateRequest,
         answer: Sequence[rollout_pb2.GenerateResponse],
     ) -> None:
-        """Keep a whole answer under its request's id, and forget the oldest above the limit."""
+        """Keep a whole answer under its request's id, and forget the oldest above the limit.
+
+        One that is above it alone is not kept.
+        """
         messages = tuple(message.SerializeToString() for message in answer)
         size_bytes = _ENTRY_BYTES + len(request.request_id) + sum(map(len, messages))
+        if size_bytes > _MAX_BYTES:
+            return
         self._kept[request.request_id] = _Kept(_digest(request), messages, size_bytes)
         self._size_bytes += size_bytes
         while self._size_bytes > _MAX_BYTES:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config import Config
 from common.security import SecuritySettings
@@ -53,8 +53,8 @@ class RolloutConfig(Config):
     max_loras: int = Field(default=4, ge=2)
     """LoRA slots. One is kept free for the next version, so this many minus one stay loaded."""
 
-    max_lora_rank: int = 64
-    """Largest LoRA rank; vLLM takes 1, 8, 16, 32, 64, 128, 256, 320 and 512."""
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64
+    """Largest LoRA rank; vLLM takes no others."""
 
     keep_versions: int = Field(default=2, ge=1)
     """Newest versions of an adapter that requests may ask for; running ones keep theirs anyway."""
@@ -96,6 +96,15 @@ class RolloutConfig(Config):
         """Every trainer to follow."""
         parts = (part.strip() for part in self.trainer_address.split(","))
         return list(dict.fromkeys(part for part in parts if part))
+
+    @field_validator("trainer_address")
+    @classmethod
+    def _hosts_and_ports(cls, value: str) -> str:
+        for address in filter(None, map(str.strip, value.split(","))):
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"{address!r} is no host:port; give one, as 127.0.0.1:50051")
+        return value
 
     @model_validator(mode="after")
     def _one_slot_stays_free(self) -> RolloutConfig:

@@ -52,6 +52,7 @@ class Update:
         Incompatible: it does not fit this replica.
         NotHeld: it is a delta to a version that is not here.
         StagingFull: there is no room for it.
+        StagingFailed: the file system has another error; `write` and `finish` raise it too.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Update:
         held: Sequence[Content],
         keep_deltas: bool,
     ) -> None:
-        self._begun = self._last = time.monotonic()
+        self._last, self._wire_seconds = time.monotonic(), 0.0
         self._manifest = manifest = reader.manifest()
         limits.check(manifest)
         self._keep_deltas = keep_deltas
@@ -97,6 +98,8 @@ class Update:
     def resume(self, reader: ManifestReader, *, held: Sequence[Content]) -> None:
         """Go on where an earlier stream broke; raises `NotHeld`."""
         self._refer(reader, held)
+        # No byte could flow in between: the time says nothing of the link.
+        self._last = time.monotonic()
 
     def _refer(self, reader: ManifestReader, held: Sequence[Content]) -> None:
         """Find what is here of what the update refers to."""
@@ -135,7 +138,9 @@ class Update:
             case unknown:
                 raise InvalidField(f"chunk.encoding: {unknown} is none this version knows")
         self.content.advance(end)
-        self._last = time.monotonic()
+        now = time.monotonic()
+        self._wire_seconds += now - self._last
+        self._last = now
 
     def _check_place(self, begin: int, end: int) -> None:
         if begin != self.received_bytes:
@@ -241,7 +246,7 @@ class Update:
         return Staged(
             content=self.content,
             path=path,
-            wire_seconds=self._last - self._begun,
+            wire_seconds=self._wire_seconds,
             stage_seconds=time.monotonic() - begun,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _REFUSED_DELAY_SECONDS = 30.0
 _CALL_SECONDS = 10.0
 _SILENT_INTERVALS = 3
 _RENEWALS_A_LEASE = 3
-_REMEMBERED_PARENTS = 16
+_LOST_SECONDS = 60.0
 _FIRST_SILENCE_SECONDS = 60.0
 """Until the first heartbeat has told the interval."""
 
@@ -84,7 +84,11 @@ class Subscriber:
     _stub: adapter_pb2_grpc.AdapterServiceStub | None = None
     _back_off: BackOff = field(default_factory=BackOff)
     _last_refusal: str = ""
-    _lost_parents: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_PARENTS))
+    _lost_parents: dict[str, float] = field(default_factory=dict)
+    """When each was lost, by the monotonic clock."""
+
+    _draining: str = ""
+    """Why this replica drains; told again on every new stream, whose trainer would not know."""
 
     async def run(self, applier: UpdateApplier) -> None:
         """Follow the trainer until cancelled."""
@@ -105,6 +109,7 @@ class Subscriber:
 
     async def drain(self, reason: str) -> None:
         """Have the trainer send no more prompts; it may be gone, and then there are none."""
+        self._draining = reason
         if self._stub is None:
             return
         request = adapter_pb2.RenewLeaseRequest(
@@ -172,6 +177,8 @@ class Subscriber:
 
     def _request(self, applier: UpdateApplier) -> Request:
         request = self.subscription()
+        oldest = time.monotonic() - _LOST_SECONDS
+        self._lost_parents = {r: lost for r, lost in self._lost_parents.items() if lost > oldest}
         request.lost_parents.extend(self._lost_parents)
         if partial := applier.partial():
             request.partial.CopyFrom(partial)
@@ -203,11 +210,13 @@ class Subscriber:
             reason = f"{error.code().name} {error.details()}"
         except PeerSilent as error:
             reason = str(error)
-        self._lost_parents.append(parent.replica_id)
+        self._lost_parents[parent.replica_id] = time.monotonic()
         raise ParentLost(f"relay {parent.replica_id} at {parent.address} is lost: {reason}")
 
     async def _renew(self, request: Request, lease_seconds: float) -> None:
         """Renew the lease for as long as the subscription is open."""
+        if self._draining:
+            await self.drain(self._draining)
         renewal = adapter_pb2.RenewLeaseRequest(replica_id=request.replica_id)
         while True:
             await asyncio.sleep(lease_seconds / _RENEWALS_A_LEASE)

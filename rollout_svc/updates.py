@@ -18,7 +18,7 @@ from common.errors import (
     InvalidField,
     NotHeld,
     RefitError,
-    StagingFull,
+    StagingFailed,
     WrongDigest,
 )
 from common.stream.frames import AnyChunk, Chunk, Message
@@ -178,7 +178,7 @@ class UpdateApplier:
         self._wire_bytes += len(chunk.data) + _ENVELOPE_BYTES
         try:
             await update.write(chunk)
-        except WrongDigest as error:
+        except (WrongDigest, StagingFailed) as error:
             await self._give_up(update, error, adapter_pb2.UPDATE_STAGE_STAGE)
         except (CorruptUpdate, InvalidField) as error:
             await self._refuse(ref_to_proto(update.ref), error, adapter_pb2.UPDATE_STAGE_WIRE)
@@ -189,6 +189,9 @@ class UpdateApplier:
             return
         try:
             staged = await update.finish(commit)
+        except StagingFailed as error:
+            await self._give_up(update, error, adapter_pb2.UPDATE_STAGE_STAGE)
+            return
         except (CorruptUpdate, InvalidField) as error:
             await self._refuse(ref_to_proto(update.ref), error, adapter_pb2.UPDATE_STAGE_WIRE)
             raise
@@ -288,6 +291,6 @@ class UpdateApplier:
 
 
 def _opening_stage(error: RefitError) -> adapter_pb2.UpdateStage:
-    if isinstance(error, StagingFull):
+    if isinstance(error, StagingFailed):
         return adapter_pb2.UPDATE_STAGE_STAGE
     return adapter_pb2.UPDATE_STAGE_MANIFEST

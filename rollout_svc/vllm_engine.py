@@ -20,10 +20,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from common.adapter import Dtype
-from common.errors import InvalidField, Unavailable
+from common.errors import InvalidField, RefitError, Unavailable
 from rollout_svc.chat import chat_token_ids
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import (
@@ -51,6 +51,7 @@ _SCORE_PARAMS = SamplingParams(
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
 )
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _DEAD_MESSAGE = "the vLLM engine process ended; restart this replica"
 
 
@@ -189,15 +190,21 @@ async def _translated() -> AsyncIterator[None]:
         raise EngineDead(_DEAD_MESSAGE) from error
     except VLLMClientError as error:
         raise InvalidField(f"request: {error}") from error
+    except EngineGenerateError as error:
+        raise Unavailable("engine: it failed to generate; see its log") from error
 
 
 async def _rpc(call: Any) -> Any:
-    async with _translated():
-        try:
-            async with asyncio.timeout(_RPC_SECONDS):
-                return await call
-        except TimeoutError as error:
-            raise Unavailable(f"engine: no answer in {_RPC_SECONDS:.0f} s; retry later") from error
+    """What a worker raises arrives as a plain `Exception`; the engine goes on after it."""
+    try:
+        async with _translated(), asyncio.timeout(_RPC_SECONDS):
+            return await call
+    except TimeoutError as error:
+        raise Unavailable(f"engine: no answer in {_RPC_SECONDS:.0f} s; retry later") from error
+    except RefitError:
+        raise
+    except Exception as error:
+        raise Unavailable(f"engine: {error}; retry later") from error
 
 
 def _capabilities(config: RolloutConfig, llm: AsyncLLM, modules: Sequence[str]) -> Capabilities:
@@ -247,5 +254,12 @@ def _delta(completion: CompletionOutput) -> TokenDelta:
         token_ids=tokens,
         logprobs=tuple(row[token].logprob for token, row in zip(tokens, rows, strict=True)),
         text=completion.text,
-        finish_reason=FinishReason(completion.finish_reason) if completion.finish_reason else None,
+        finish_reason=_finish_reason(completion.finish_reason),
     )
+
+
+def _finish_reason(word: str | None) -> FinishReason | None:
+    """vLLM's other words, "error" and "repetition", are for completions that it gave up."""
+    if word is None:
+        return None
+    return _FINISH_REASONS.get(word, FinishReason.ABORT)

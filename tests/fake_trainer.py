@@ -69,9 +69,15 @@ class FakeTrainer(adapter_pb2_grpc.AdapterServiceServicer):
     renewals: list[adapter_pb2.RenewLeaseRequest] = field(default_factory=list)
     may_send: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
+    _end: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.may_send.set()
+
+    def end_streams(self) -> None:
+        """Those that are open now; later ones stay open."""
+        self._end.set()
+        self._end = asyncio.Event()
 
     async def AdapterUpdate(
         self, request: adapter_pb2.AdapterUpdateRequest, context: Context
@@ -86,7 +92,7 @@ class FakeTrainer(adapter_pb2_grpc.AdapterServiceServicer):
             for event in [self.events, *self.later][min(number, len(self.later))]:
                 yield event
             if self.keep_open:
-                await asyncio.Event().wait()
+                await self._end.wait()
         finally:
             self.streams -= 1
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import uvloop
+from refit.v1 import trainer_pb2
 
 from common.config import dump_toml
 from common.model_dir import base_model
@@ -84,7 +85,8 @@ async def _train(config: TrainerConfig, parts: Parts, *, stop: asyncio.Event) ->
     try:
         if not await first_of(stop, task):
             control.stopping = True
-            await asyncio.wait({task}, timeout=config.rl.stop_grace_seconds)
+            if control.state == trainer_pb2.RUN_STATE_RUNNING:
+                await asyncio.wait({task}, timeout=config.rl.stop_grace_seconds)
     finally:
         await cancel(task)
         control.ended(error=None if task.cancelled() else task.exception())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import prometheus_client
+from prometheus_client import CollectorRegistry, start_http_server
 
+from common.errors import ConfigError
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
 from common.stream.sender import Pace
@@ -37,6 +38,8 @@ class Node:
     publisher: Publisher
     fleet: Fleet
     server: GrpcServer
+    metrics_port: int | None = None
+    """The bound one."""
 
     async def ready(self) -> None:
         """Health says SERVING: there is a version to subscribe to."""
@@ -69,28 +72,46 @@ async def serve_node(
         open_channel=partial(connect, security=settings.security),
     )
     control.gauges.registry.register(FleetCollector(fleet))
-    server = await start_server(
-        lambda grpc_server: register(
-            grpc_server,
-            adapters=AdapterServicer(publisher, fleet),
-            trainer=TrainerServicer(control, fleet),
-            version=VersionServicer(base, publisher, engine=engine),
-        ),
-        host=settings.host,
-        port=settings.port,
-        services=SERVICES,
-        security=settings.security,
-        plaintext_health_port=settings.health_port,
-    )
-    if settings.metrics_port is not None:
-        prometheus_client.start_http_server(
-            settings.metrics_port, addr=settings.host, registry=control.gauges.registry
+    with _metrics_served(settings, control.gauges.registry) as metrics_port:
+        server = await start_server(
+            lambda grpc_server: register(
+                grpc_server,
+                adapters=AdapterServicer(publisher, fleet),
+                trainer=TrainerServicer(control, fleet),
+                version=VersionServicer(base, publisher, engine=engine),
+            ),
+            host=settings.host,
+            port=settings.port,
+            services=SERVICES,
+            security=settings.security,
+            plaintext_health_port=settings.health_port,
         )
-    print(f"trainer listening on {server.address}", flush=True)
+        print(f"trainer listening on {server.address}", flush=True)
+        try:
+            yield Node(base, control, publisher, fleet, server, metrics_port)
+        finally:
+            await server.announce_shutdown()
+            publisher.close()
+            await server.stop(_GRACE_SECONDS)
+            await fleet.close()
+
+
+@contextlib.contextmanager
+def _metrics_served(settings: ServerSettings, registry: CollectorRegistry) -> Iterator[int | None]:
+    """Answer Prometheus inside the block, where it is wanted; gives the bound port."""
+    host, port = settings.host, settings.metrics_port
+    if port is None:
+        yield None
+        return
     try:
-        yield Node(base, control, publisher, fleet, server)
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics_port: {host}:{port} cannot be bound ({error.strerror}); choose another"
+        ) from error
+    try:
+        yield int(server.server_port)
     finally:
-        await server.announce_shutdown()
-        publisher.close()
-        await server.stop(_GRACE_SECONDS)
-        await fleet.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -57,6 +57,7 @@ class Publisher:
         process, say which numbers are spent.
 
         Raises:
+            InvalidField: the name is empty, too long or no text, or the number below 1 or too high.
             AlreadyExists: the number is taken by other bytes.
         """
         ref = self.store.add(adapter, manifest, buffer, version=version, canary=canary)
@@ -173,11 +174,13 @@ class Publisher:
     def _next_for(self, subscription: Subscription) -> Content | None:
         """The newest version of an adapter that the subscriber lacks: latest wins.
 
-        From a parent the bytes come to it; an alias does not need any.
+        One that it has a part of goes first, lest that part be thrown away. From a parent the
+        bytes come to it; an alias does not need any.
         """
-        for name in self.store.adapters():
-            content = self.store.newest(name)
-            if content is None or not subscription.lacks(content.ref):
+        partial_ref, _ = subscription.partial or (None, 0)
+        newest = [found for name in self.store.adapters() if (found := self.store.newest(name))]
+        for content in sorted(newest, key=lambda found: found.ref != partial_ref):
+            if not subscription.lacks(content.ref):
                 continue
             if not subscription.parent or subscription.has_bytes_of(content.ref):
                 return content

@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from common.adapter import AdapterRef, Canary, Manifest
-from common.errors import AdapterNotFound, AlreadyExists
+from common.errors import AdapterNotFound, AlreadyExists, InvalidField
 from common.stream.content import Content
+
+_MAX_ADAPTER_CHARACTERS = 256
+_MAX_VERSION = 2**63 - 1
 
 
 class VersionStore:
@@ -34,8 +37,11 @@ class VersionStore:
         Bytes that another kept version has already are kept once.
 
         Raises:
+            InvalidField: the name or the number is none that a replica could be told.
             AlreadyExists: the number is taken, by other bytes or by a version that is gone.
         """
+        _check_name(adapter)
+        _check_version(version)
         ref = AdapterRef(self.run_id, adapter, version, manifest.digest())
         kept = self._versions.setdefault(adapter, [])
         if ref in self.refs():
@@ -93,4 +99,23 @@ class VersionStore:
             self._versions[adapter] = [c for c in kept if c in newest or self._pins[c.ref]]
 
     def _all(self) -> list[Content]:
-        return [content for kept in self._versions.values() for content in kept]
+        return [content for kept in list(self._versions.values()) for content in kept]
+
+
+def _check_name(adapter: str) -> None:
+    if not isinstance(adapter, str) or not 1 <= len(adapter) <= _MAX_ADAPTER_CHARACTERS:
+        raise InvalidField(
+            f"adapter: {ascii(adapter)[:80]}; give a name of 1 to {_MAX_ADAPTER_CHARACTERS} "
+            "characters"
+        )
+    try:
+        adapter.encode()
+    except UnicodeEncodeError:
+        raise InvalidField(
+            f"adapter: {ascii(adapter)[:80]} is not Unicode text; rename it"
+        ) from None
+
+
+def _check_version(version: int) -> None:
+    if not isinstance(version, int) or not 1 <= version <= _MAX_VERSION:
+        raise InvalidField(f"version: {version!r}; give a number from 1 to 2**63 - 1")

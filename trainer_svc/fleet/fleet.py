@@ -76,28 +76,36 @@ class Fleet:
 
     def answered(self, replica: Replica) -> None:
         """It gave a whole, right answer."""
-        replica.failures_in_a_row = 0
+        replica.line.failures_in_a_row = 0
 
     def failed(self, replica: Replica, reason: str) -> None:
         """It did not answer; after the third time in a row it gets no prompts for a while."""
-        replica.failures_in_a_row += 1
-        if replica.failures_in_a_row >= _MAX_FAILURES:
-            loop = asyncio.get_running_loop()
-            until = loop.time() + _QUARANTINE_SECONDS
-            why = f"failed {replica.failures_in_a_row} prompts in a row, the last by: {reason}"
-            self._quarantine(replica, Quarantine(f"{why}; for {_QUARANTINE_SECONDS:g} s", until))
-            loop.call_at(until, self._changed.notify)
-            replica.failures_in_a_row = 0
+        line = replica.line
+        line.failures_in_a_row += 1
+        if line.failures_in_a_row >= _MAX_FAILURES:
+            why = f"failed {line.failures_in_a_row} prompts in a row, the last by: {reason}"
+            why += f"; for {_QUARANTINE_SECONDS:g} s"
+            self._quarantine(replica, why, seconds=_QUARANTINE_SECONDS)
+            line.failures_in_a_row = 0
 
     def quarantine(self, replica: Replica, reason: str) -> None:
-        """No prompts until it commits another version."""
-        self._quarantine(replica, Quarantine(reason))
+        """No prompts until it commits a newer version of an adapter that it serves."""
+        self._quarantine(replica, reason)
 
-    def _quarantine(self, replica: Replica, quarantine: Quarantine) -> None:
-        if replica.quarantine and replica.quarantine.until is None:
+    def _quarantine(self, replica: Replica, reason: str, *, seconds: float | None = None) -> None:
+        newest = {name: replica.newest(name) for name, _ in replica.committed}
+        # It may have subscribed anew since it was asked.
+        replica = self.members.now(replica)
+        if replica.is_quarantined(for_good=True):
             return
-        replica.quarantine = quarantine
-        log.error("replica %s in quarantine: %s", replica.id, quarantine.reason)
+        replica.quarantine = quarantine = Quarantine(reason, newest, timed=seconds is not None)
+        if seconds is not None:
+            asyncio.get_running_loop().call_later(seconds, self._release, quarantine)
+        log.error("replica %s in quarantine: %s", replica.id, reason)
+        self._changed.notify()
+
+    def _release(self, quarantine: Quarantine) -> None:
+        quarantine.over = True
         self._changed.notify()
 
     async def wait_for(
@@ -109,7 +117,7 @@ class Fleet:
         timeout_seconds: float,
         straggler_seconds: float,
     ) -> list[Replica]:
-        """Wait until so many replicas serve the version, then a little for the others.
+        """Wait until so many serve the version and take prompts, then a little for the others.
 
         A replica that refused the version, never wanted the adapter, drains or left, is not
         waited for.
@@ -119,7 +127,7 @@ class Fleet:
         """
 
         def enough() -> bool:
-            return len(self._serving(adapter, version)) >= replicas
+            return len(self._ready(adapter, version)) >= replicas
 
         def settled() -> bool:
             serving = self._serving(adapter, version)
@@ -137,7 +145,7 @@ class Fleet:
             await self._changed.wait_until(settled, timeout_seconds=straggler_seconds)
             # One may have left while the others were waited for.
             if enough():
-                return self._serving(adapter, version)
+                return self._ready(adapter, version)
         raise WaitExpired(self._why_not(adapter, version, replicas))
 
     def _serving(self, adapter: str, version: int) -> list[Replica]:
@@ -151,7 +159,7 @@ class Fleet:
         ]
         return (
             f"{adapter}@{version}: {needed} replicas must serve it, "
-            f"{len(self._serving(adapter, version))} do; "
+            f"{len(self._ready(adapter, version))} do; "
             f"{'; '.join(states) or 'none is subscribed, start `refit rollout`'}"
         )
 
@@ -167,16 +175,18 @@ class Fleet:
     def leased(self, adapter: str, version: int, *, avoid: frozenset[str]) -> Iterator[Replica]:
         """The least busy replica that serves the version, counted as busier while in use."""
         replica = min(self._ready(adapter, version, avoid), key=lambda r: r.outstanding)
-        replica.outstanding += 1
+        replica.line.outstanding += 1
         try:
             yield replica
         finally:
-            replica.outstanding -= 1
+            replica.line.outstanding -= 1
 
-    def _ready(self, adapter: str, version: int, avoid: frozenset[str]) -> list[Replica]:
+    def _ready(
+        self, adapter: str, version: int, avoid: frozenset[str] = frozenset()
+    ) -> list[Replica]:
         serving = self._serving(adapter, version)
-        return [r for r in serving if r.takes_prompts() and r.id not in avoid]
+        return [r for r in serving if r.takes_prompts(adapter) and r.id not in avoid]
 
     async def close(self) -> None:
-        """End every membership; cut the channels of replicas that still have work."""
+        """End every membership; cut the lines of replicas that still have work."""
         await self.members.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
-from refit.v1 import adapter_pb2, rollout_pb2_grpc
+from refit.v1 import adapter_pb2
 
 from common.adapter import AdapterRef, Manifest
 from common.errors import AlreadyExists, ReplicaNotFound, Unavailable
@@ -17,6 +18,7 @@ from common.model_dir import BaseModel
 from common.signal import Signal
 from common.wire import ref_from_proto
 from trainer_svc.fleet.admission import check_names, check_request
+from trainer_svc.fleet.lines import Lines
 from trainer_svc.fleet.relays import choose_parent
 from trainer_svc.fleet.replica import Quarantine, Refusal, Replica
 from trainer_svc.publisher import Publisher
@@ -24,7 +26,6 @@ from trainer_svc.subscription import Subscription
 
 log = logging.getLogger(__name__)
 
-_CLOSE_GRACE_SECONDS = 60.0
 _SHOW_LOST_SECONDS = 600.0
 _END_SECONDS = 5.0
 """How long a stream may take to end by itself, once its replica has left."""
@@ -38,9 +39,9 @@ class LostReplica:
     address: str
     reason: str
     at: float
-    """On the event loop's clock."""
+    """On the monotonic clock."""
 
-    refusal: Refusal | None
+    refusals: Mapping[str, Refusal]
     quarantine: Quarantine | None
 
 
@@ -69,10 +70,11 @@ class Members:
         self._base = base
         self._publisher = publisher
         self._fan_out = fan_out
-        self._open_channel = open_channel
+        self._lines = Lines(open_channel)
         self._replicas: dict[str, Replica] = {}
         self._lost: dict[str, LostReplica] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._orphaning: dict[str, asyncio.TimerHandle] = {}
+        """When the children of a replica that was lost have to look for another parent."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._replicas.values()))
@@ -84,17 +86,22 @@ class Members:
             raise ReplicaNotFound(f"replica_id: {replica_id!r} is not subscribed; do so")
         return replica
 
+    def now(self, replica: Replica) -> Replica:
+        """The one that took its place over, if there is one."""
+        found = self._replicas.get(replica.id)
+        return found if found and found.line is replica.line else replica
+
     @property
     def lost(self) -> list[LostReplica]:
         """Those that left in the last ten minutes without a goodbye, and did not come back."""
-        oldest = asyncio.get_running_loop().time() - _SHOW_LOST_SECONDS
-        return [lost for lost in self._lost.values() if lost.at > oldest]
+        oldest = time.monotonic() - _SHOW_LOST_SECONDS
+        return [lost for lost in list(self._lost.values()) if lost.at > oldest]
 
     @contextlib.contextmanager
     def joined(self, request: adapter_pb2.AdapterUpdateRequest) -> Iterator[Replica]:
         """Membership for as long as the subscription is open.
 
-        A replica whose connection broke takes its own place over again, quarantine and all.
+        A replica whose connection broke takes its own place over again: quarantine, work and all.
 
         Raises:
             InvalidField, AlreadyExists: the request is malformed, or its id in use elsewhere.
@@ -102,14 +109,15 @@ class Members:
             Unavailable: there is no adapter yet.
         """
         live = self._admit(request)
-        replica = self._make(request)
+        subscription = self._subscription(request)
         if live:
             self._remove(live, "it subscribed anew")
+        replica = self._make(request, subscription)
         self._replicas[replica.id] = replica
         if before := self._lost.pop(replica.id, None):
-            replica.refusal, replica.quarantine = before.refusal, before.quarantine
+            replica.refusals, replica.quarantine = dict(before.refusals), before.quarantine
         self._arm(replica)
-        parent = replica.subscription.parent
+        parent = subscription.parent
         source = f"relay {parent.replica_id}" if parent else "this trainer"
         log.info("replica %s joined from %s, bytes from %s", replica.id, replica.address, source)
         self.changed.notify()
@@ -133,30 +141,29 @@ class Members:
             )
         return live
 
-    def _make(self, request: adapter_pb2.AdapterUpdateRequest) -> Replica:
-        held = frozenset(map(ref_from_proto, request.held))
+    def _subscription(self, request: adapter_pb2.AdapterUpdateRequest) -> Subscription:
         partial = request.partial if request.HasField("partial") else None
-        capabilities = request.capabilities
         others = [replica for replica in self if replica.id != request.replica_id]
-        subscription = Subscription(
+        return Subscription(
             wanted=frozenset(request.adapters),
-            held=held,
-            encodings=frozenset(capabilities.encodings),
+            held=frozenset(map(ref_from_proto, request.held)),
+            encodings=frozenset(request.capabilities.encodings),
             parent=choose_parent(
                 others, fan_out=self._fan_out, lost=frozenset(request.lost_parents)
             ),
             partial=(ref_from_proto(partial.ref), partial.received_bytes) if partial else None,
         )
-        channel = self._open_channel(request.advertised_address)
+
+    def _make(
+        self, request: adapter_pb2.AdapterUpdateRequest, subscription: Subscription
+    ) -> Replica:
         return Replica(
             id=request.replica_id,
-            address=request.advertised_address,
-            channel=channel,
-            stub=rollout_pb2_grpc.RolloutServiceStub(channel),
+            line=self._lines.take(request.replica_id, request.advertised_address),
             subscription=subscription,
             stream=asyncio.current_task(),
-            relays=capabilities.relay,
-            committed=self._of_this_run(held),
+            relays=request.capabilities.relay,
+            committed=self._of_this_run(subscription.held),
         )
 
     def holds(self, replica: Replica, held: frozenset[AdapterRef]) -> None:
@@ -181,7 +188,7 @@ class Members:
             raise ReplicaNotFound(f"replica_id: {replica.id!r} took no bytes; subscribe again")
         self._arm(replica)
         if request.draining and not replica.draining:
-            replica.draining = request.reason or "shutting down"
+            replica.line.draining = request.reason or "shutting down"
             log.info("replica %s drains: %s", replica.id, replica.draining)
             self.changed.notify()
         return self._publisher.pace.lease_seconds
@@ -205,16 +212,28 @@ class Members:
                 id=replica.id,
                 address=replica.address,
                 reason=reason,
-                at=asyncio.get_running_loop().time(),
-                refusal=replica.refusal,
+                at=time.monotonic(),
+                refusals=replica.refusals,
                 quarantine=replica.quarantine,
+            )
+            _stop(self._orphaning.get(replica.id))
+            self._orphaning[replica.id] = asyncio.get_running_loop().call_later(
+                self._publisher.pace.lease_seconds, self._free_children, replica
             )
         log.info("replica %s left: %s", replica.id, replica.draining or reason)
         self.changed.notify()
-        # Running generations end by themselves; a close without grace would cancel them here.
-        task = asyncio.ensure_future(replica.channel.close(_CLOSE_GRACE_SECONDS))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._lines.keep(replica.id, replica.line)
+
+    def _free_children(self, lost: Replica) -> None:
+        """What a relay without a trainer sends is old; unless it is back, they leave it."""
+        del self._orphaning[lost.id]
+        back = self._replicas.get(lost.id)
+        if back and back.address == lost.address:
+            return
+        for child in self:
+            parent = child.subscription.parent
+            if parent and parent.replica_id == lost.id:
+                self._remove(child, f"its relay {lost.id} was lost")
 
     def _end_stream(self, replica: Replica, reason: str) -> None:
         """It ends with this reason; one that is stuck in a message nobody takes is cancelled."""
@@ -225,13 +244,13 @@ class Members:
             replica.timer = loop.call_later(_END_SECONDS, replica.stream.cancel)
 
     async def close(self) -> None:
-        """End every membership; cut the channels of replicas that still have work."""
+        """End every membership; cut the lines of replicas that still have work."""
         for replica in self:
             self._remove(replica, "the trainer stops")
             _stop(replica.timer)
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        for timer in self._orphaning.values():
+            timer.cancel()
+        await self._lines.close()
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

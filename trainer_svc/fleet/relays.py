@@ -32,7 +32,7 @@ def choose_parent(
     while nearest:
         replica = nearest.popleft()
         below = children.get(replica.id, [])
-        able = replica.relays and replica.takes_prompts() and replica.id not in lost
+        able = replica.passes_on() and replica.id not in lost
         if able and len(below) < fan_out:
             return Parent(replica.id, replica.address)
         nearest.extend(below)

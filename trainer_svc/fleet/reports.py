@@ -9,10 +9,12 @@ from refit.v1 import adapter_pb2
 from common.adapter import AdapterRef
 from common.errors import CorruptUpdate, InvalidField
 from common.wire import ref_from_proto
-from trainer_svc.fleet.replica import Quarantine, Refusal, Replica
+from trainer_svc.fleet.replica import Refusal, Replica
 from trainer_svc.publisher import Publisher
 
 log = logging.getLogger(__name__)
+
+_MAX_REASON_CHARACTERS = 1024
 
 
 def take_report(
@@ -26,7 +28,8 @@ def take_report(
     """
     ref = ref_from_proto(request.ref)
     if request.outcome == adapter_pb2.OUTCOME_REFUSED:
-        _refused(replica, Refusal(ref, request.stage, request.reason))
+        reason = request.reason[:_MAX_REASON_CHARACTERS]
+        _refused(replica, Refusal(ref, request.stage, reason))
     elif request.outcome == adapter_pb2.OUTCOME_COMMITTED:
         _check_committed(replica, ref, publisher)
         _committed(replica, request, publisher)
@@ -35,11 +38,9 @@ def take_report(
 
 
 def _refused(replica: Replica, refusal: Refusal) -> None:
-    replica.refusal = refusal
+    others = {name: r for name, r in replica.refusals.items() if name != refusal.ref.adapter}
+    replica.refusals = {**others, refusal.ref.adapter: refusal}
     log.error("replica %s refused %s: %s", replica.id, refusal.ref, refusal.reason)
-    # What the wire damaged comes again.
-    if refusal.stage != adapter_pb2.UPDATE_STAGE_WIRE:
-        replica.quarantine = Quarantine(f"refused {refusal.ref}: {refusal.reason}")
 
 
 def _check_committed(replica: Replica, ref: AdapterRef, publisher: Publisher) -> None:
@@ -50,6 +51,8 @@ def _check_committed(replica: Replica, ref: AdapterRef, publisher: Publisher) ->
         raise InvalidField(f"ref: {ref} was never published; report what this trainer sent")
     if expected is not None and expected != ref:
         reason = f"committed {ref}, published was {expected}"
+        # It may have held the right ones before.
+        replica.committed = {key: r for key, r in replica.committed.items() if r != expected}
         _refused(replica, Refusal(expected, adapter_pb2.UPDATE_STAGE_LOAD, reason))
         raise CorruptUpdate(reason)
 
@@ -57,8 +60,7 @@ def _check_committed(replica: Replica, ref: AdapterRef, publisher: Publisher) ->
 def _committed(
     replica: Replica, request: adapter_pb2.ReportAdapterRequest, publisher: Publisher
 ) -> None:
-    replica.refusal = replica.quarantine = None
-    replica.failures_in_a_row = 0
+    replica.line.failures_in_a_row = 0
     replica.timings, replica.wire_bytes = request.timings, request.wire_bytes
     if request.HasField("canary_difference"):
         replica.canary_difference = request.canary_difference

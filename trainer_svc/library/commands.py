@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import uuid
@@ -37,10 +38,13 @@ class Commands:
         self._node = node
         self._turn = asyncio.Lock()
         self._published: dict[str, dict[int, AdapterRef]] = defaultdict(dict)
+        self._pins: dict[str, contextlib.ExitStack] = {}
         self._table: dict[str, Callable[[Json], Awaitable[Json]]] = {
             "publish": self._publish,
             "wait": self._wait,
             "generate": self._generate,
+            "pin": self._pin,
+            "unpin": self._unpin,
         }
 
     async def run(self, command: str, args: Json) -> Json:
@@ -88,6 +92,16 @@ class Commands:
             for prompt in args["prompts"]
         )
         return {"groups": [[_to_json(c) for c in answer.completions] for answer in answers]}
+
+    async def _pin(self, args: Json) -> Json:
+        pin = contextlib.ExitStack()
+        pin.enter_context(self._node.publisher.pinned(args["adapter"], args["version"]))
+        self._pins[args["pin"]] = pin
+        return {}
+
+    async def _unpin(self, args: Json) -> Json:
+        self._pins.pop(args["pin"]).close()
+        return {}
 
 
 def _to_json(found: sampler.Completion) -> Json:

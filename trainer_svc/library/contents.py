@@ -79,9 +79,14 @@ def read_contents(state_dict: Mapping[str, Any], config: object) -> Contents:
 
 
 def _by_peft_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(
+            f"state_dict: found a {type(state_dict).__name__}; give a dict of tensors by name"
+        )
     found: dict[str, str] = {}
     projections: set[str] = set()
-    for key in state_dict:
+    for key, value in state_dict.items():
+        _check_types(key, value)
         match = _FACTOR.fullmatch(key)
         if match is None:
             raise ConfigError(
@@ -99,6 +104,20 @@ def _by_peft_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], set[st
     if not found:
         raise ConfigError("state_dict: holds no tensor; give the adapter's lora_A and lora_B")
     return {name: state_dict[key] for name, key in found.items()}, projections
+
+
+def _check_types(key: object, value: object) -> None:
+    if not isinstance(key, str):
+        raise ConfigError(
+            f"state_dict: key {key!r} is of type {type(key).__name__}; "
+            "give tensors by their PEFT names"
+        )
+    # Not `torch.Tensor`: torch is not imported where only arrays are published.
+    if not isinstance(value, np.ndarray) and not hasattr(value, "data_ptr"):
+        raise ConfigError(
+            f"state_dict: {key!r} is of type {type(value).__name__}; "
+            "give a torch tensor or numpy array"
+        )
 
 
 def _peft_keys(config: object) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +15,9 @@ from typing import Any
 
 from common.adapter import Manifest
 from common.config import validate_config
-from common.errors import AdapterNotFound, InvalidField, WaitExpired
+from common.errors import AdapterNotFound, Unavailable, WaitExpired
 from trainer_svc.config import ServerSettings
+from trainer_svc.library.arguments import adapter_name, real, seconds, strings, token_ids, whole
 from trainer_svc.library.completion import Completion
 from trainer_svc.library.contents import Contents, read_contents
 from trainer_svc.library.published import Published
@@ -26,7 +28,8 @@ _START_SECONDS = 120.0
 _ANSWER_SECONDS = 30.0
 """How long the child may take beyond a deadline that it keeps itself."""
 
-_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_COMPLETIONS = 1024
+"""As many of a prompt as a replica takes."""
 
 _UNHASHED = 2
 """Versions that may wait for their digests; each is a copy of the adapter."""
@@ -108,10 +111,11 @@ class AdapterPublisher:
             lora_config: `peft.LoraConfig`, or a dict with the keys of adapter_config.json.
 
         Raises:
-            ConfigError: the adapter cannot be served; the key or tensor is named.
+            ConfigError: the adapter cannot be served; the key, tensor or argument is named.
             StagingFull: there is no memory for the copy.
             Unavailable: the server ended; the message holds the end of its log.
         """
+        adapter = adapter_name(adapter)
         contents = read_contents(state_dict, lora_config)
         with contextlib.ExitStack() as held:
             file = os.memfd_create("refit-adapter")
@@ -133,8 +137,11 @@ class AdapterPublisher:
         """Block until so many replicas serve the version, or a newer one.
 
         Raises:
+            ConfigError: an argument is of the wrong kind or size.
             WaitExpired: fewer do when the time is over; each one's state is named.
         """
+        replicas = whole("replicas", replicas, low=1)
+        timeout_seconds = seconds("timeout_seconds", timeout_seconds)
         version.digest(timeout_seconds=timeout_seconds)
         self._ask(
             "wait",
@@ -172,28 +179,30 @@ class AdapterPublisher:
 
         Raises:
             AdapterNotFound: no version of the adapter was published.
+            ConfigError: an argument is of the wrong kind or size.
             InvalidField: a replica refused a prompt or a parameter; it is named.
             WaitExpired: no replica answered in time.
         """
-        if not (version := self._newest.get(adapter, 0)):
+        timeout_seconds = seconds("timeout_seconds", timeout_seconds)
+        if not (version := self._newest.get(adapter_name(adapter), 0)):
             raise AdapterNotFound(f"generate: no version of {adapter!r}; publish one first")
         sampling = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-            "stop": list(stop),
-            "stop_token_ids": list(stop_token_ids),
-            "ignore_eos": ignore_eos,
-            "min_tokens": min_tokens,
+            "max_tokens": whole("max_tokens", max_tokens),
+            "temperature": real("temperature", temperature),
+            "top_p": top_p if top_p is None else real("top_p", top_p),
+            "top_k": top_k if top_k is None else whole("top_k", top_k),
+            "min_p": min_p if min_p is None else real("min_p", min_p),
+            "seed": seed if seed is None else whole("seed", seed),
+            "stop": strings("stop", stop),
+            "stop_token_ids": [whole("stop_token_ids", found) for found in stop_token_ids],
+            "ignore_eos": bool(ignore_eos),
+            "min_tokens": whole("min_tokens", min_tokens),
         }
         reply = self._ask(
             "generate",
             {
-                "prompts": [_token_ids(prompt) for prompt in prompts],
-                "n": _natural(n),
+                "prompts": [token_ids("prompts", prompt) for prompt in prompts],
+                "n": whole("n", n, low=1, high=_MAX_COMPLETIONS),
                 "sampling": sampling,
                 "adapter": adapter,
                 "version": version,
@@ -202,6 +211,24 @@ class AdapterPublisher:
             timeout_seconds=timeout_seconds + _ANSWER_SECONDS,
         )
         return [[Completion.from_json(raw) for raw in group] for group in reply["groups"]]
+
+    @contextlib.contextmanager
+    def pinned(self, version: Published) -> Iterator[None]:
+        """Keep a version on the replicas inside the block, however many newer ones come.
+
+        Raises:
+            AdapterNotFound: it is not kept any more.
+        """
+        version.digest()
+        pin: Json = {"pin": uuid.uuid4().hex}
+        held = {"adapter": version.adapter, "version": version.version}
+        self._ask("pin", pin | held, timeout_seconds=_ANSWER_SECONDS)
+        try:
+            yield
+        finally:
+            # The pins of a server that ended went with it.
+            with contextlib.suppress(Unavailable):
+                self._ask("unpin", pin, timeout_seconds=_ANSWER_SECONDS)
 
     def close(self) -> None:
         """End the server. Replicas go on serving what they have."""
@@ -231,16 +258,3 @@ class AdapterPublisher:
             # What kept the replicas away, a refusal say, is known to the server alone.
             said = self._server.last_lines()
             raise WaitExpired(f"{error}; the server's log ends:\n{said}") from None
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    ids = [int(token_id) for token_id in prompt]
-    if not ids or not all(0 <= token_id <= _MAX_TOKEN_ID for token_id in ids):
-        raise InvalidField(f"prompts: found {ids}; give at least one token id, none below 0")
-    return ids
-
-
-def _natural(n: int) -> int:
-    if n < 1:
-        raise InvalidField(f"n: found {n}; ask for at least one completion a prompt")
-    return n

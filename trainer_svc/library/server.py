@@ -1,7 +1,7 @@
 """The process behind an `AdapterPublisher`: publisher, fleet and servicers, told what to publish.
 
-It ends on SIGTERM, when the socket is closed, or when the parent dies. A domain error is a reply;
-any other ends the process, and its traceback is what the parent shows.
+It ends on SIGTERM, when the socket is closed, or when the parent dies. An error is the reply to one
+request, and never ends the process; the traceback of one that was not foreseen is logged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from trainer_svc.megatron.protocol import MAX_LINE_BYTES, Json, decode, encode, 
 from trainer_svc.node import Node
 from trainer_svc.publish import serve_without_run
 
+log = logging.getLogger(__name__)
+
 
 class Link:
     """The parent's socket: requests run side by side, each is answered once."""
@@ -44,11 +46,16 @@ class Link:
         return decode(line) if line.endswith(b"\n") else None
 
     async def answer(self, request: Json, work: Awaitable[Json]) -> None:
-        """Reply with what the work returns, or with its domain error."""
+        """Reply with what the work returns, or with its error."""
         try:
             reply: Json = {"result": await work}
         except RefitError as error:
             reply = {"error": error_to_json(error)}
+        except Exception as error:
+            # The boundary of the process: the fleet must outlive one command's bug.
+            log.exception("a command failed")
+            message = f"publisher: its server failed: {error!r}; its log has the traceback"
+            reply = {"error": error_to_json(RefitError(message))}
         self._writer.write(encode({"id": request["id"]} | reply))
         await self._writer.drain()
 

@@ -19,15 +19,6 @@ from trainer_svc.fleet import Fleet, Replica
 
 log = logging.getLogger(__name__)
 
-_OWN_FAULT = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNIMPLEMENTED,
-)
-"""The request's fault, the same on every replica. After any other status another one may answer."""
-
 _BUSY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 """Nobody's fault: the replica's queue is full, or an earlier try of this group still runs there."""
 
@@ -67,12 +58,17 @@ class _Question:
     deadline: float
     asking: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, Replica] = field(default_factory=dict)
     hedged: bool = False
     sent: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def version(self) -> int:
         return self.request.adapter.version
+
+    def why(self) -> str:
+        return "".join(f"; {name}: {reason}" for name, reason in sorted(self.failures.items()))
 
     @contextlib.contextmanager
     def put_to(self, replica: Replica) -> Iterator[None]:
@@ -125,7 +121,7 @@ class Sampler:
 
         Raises:
             WaitExpired: no replica answered in time.
-            InvalidField: the request itself was refused, and would be everywhere.
+            InvalidField: the request itself was refused: by two replicas, or by the only one.
         """
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         question = _Question(self._request(prompt_ids, request_id, version), deadline)
@@ -133,8 +129,8 @@ class Sampler:
         if self._hedge_after_seconds is not None:
             tasks.append(asyncio.ensure_future(self._hedge(question, self._hedge_after_seconds)))
         try:
-            # Both give up at the same deadline, and an own fault is one everywhere: the first end
-            # decides, whatever it is.
+            # Both give up at the same deadline, and a request that two replicas refused is no good
+            # anywhere: the first end decides, whatever it is.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             first = min(done, key=lambda task: task.exception() is not None)
             return Answer(first.result(), question.hedged)
@@ -188,7 +184,7 @@ class Sampler:
             failed.add(replica.id)
         raise WaitExpired(
             f"generate: no replica that serves {self._adapter}@{question.version} answered in "
-            f"time; tried {sorted(question.asked) or 'none'}"
+            f"time; tried {sorted(question.asked) or 'none'}{question.why()}"
         )
 
     async def _ask(
@@ -198,32 +194,49 @@ class Sampler:
         try:
             completions = await self._generate(replica, question, timeout_seconds=timeout_seconds)
         except grpc.aio.AioRpcError as error:
-            self._judge(replica, error)
+            await self._judge(replica, question, error)
             return None
         except Unavailable as error:
             log.warning("replica %s: %s", replica.id, error)
+            question.failures[replica.id] = str(error)
             self._fleet.failed(replica, str(error))
             return None
         except CorruptUpdate as error:
             log.error("replica %s: %s", replica.id, error)
+            question.failures[replica.id] = str(error)
             self._fleet.quarantine(replica, str(error))
             return None
         if any(c.finish_reason == rollout_pb2.FINISH_REASON_ABORT for c in completions):
             log.info("replica %s ended a group early; it is sampled elsewhere", replica.id)
             return None
+        for refuser in question.refusals.values():
+            self._fleet.failed(refuser, question.failures[refuser.id])
         self._fleet.answered(replica)
         return completions
 
-    def _judge(self, replica: Replica, error: grpc.aio.AioRpcError) -> None:
-        """Raises `InvalidField` where no other replica would say anything else."""
+    async def _judge(
+        self, replica: Replica, question: _Question, error: grpc.aio.AioRpcError
+    ) -> None:
+        """Whose fault it was: nobody's, this replica's, or the request's, which raises."""
         reason = f"{error.code().name} {error.details()}"
-        if error.code() in _OWN_FAULT:
-            raise InvalidField(
-                f"generate: replica {replica.id} refused the request: {reason}"
-            ) from error
         log.warning("replica %s did not answer a group: %s", replica.id, reason)
-        if error.code() not in _BUSY:
+        question.failures[replica.id] = reason
+        if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+            await self._refused(replica, question, reason)
+        elif error.code() not in _BUSY:
             self._fleet.failed(replica, reason)
+
+    async def _refused(self, replica: Replica, question: _Question, reason: str) -> None:
+        """Raises `InvalidField` where another replica refused as well, or none is left to ask.
+
+        Until another one answers, nobody knows that the fault was this replica's.
+        """
+        question.refusals[replica.id] = replica
+        others = len(question.refusals) == 1 and await self._fleet.wait_for_any(
+            self._adapter, question.version, avoid=frozenset({replica.id}), timeout_seconds=0
+        )
+        if not others:
+            raise InvalidField(f"generate: replica {replica.id} refused the request: {reason}")
 
     async def _generate(
         self, replica: Replica, question: _Question, *, timeout_seconds: float

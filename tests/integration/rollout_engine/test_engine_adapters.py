@@ -226,7 +226,7 @@ async def test_scores_are_of_the_named_weights(
     adapters: AdapterMaker,
     reference: LlamaForCausalLM,
 ) -> None:
-    """faults.md 1: the adapter's own, which are not the base's, though each has cached the tokens."""
+    """faults.md 1: the adapter's own, not the base's, though each has cached the tokens."""
     content, path = adapters.make(seed=8)
     await registry.commit(content, path, source=TRAINER)
     async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from peft import PeftModel
@@ -44,7 +44,7 @@ TORCH_DTYPES = {
     Dtype.BFLOAT16: torch.bfloat16,
     Dtype.FLOAT16: torch.float16,
 }
-RANK = 8
+RANK: Final = 8
 PROMPT = tuple(range(5, 25))
 GREEDY = Sampling(n=1, max_tokens=24, temperature=0.0, ignore_eos=True)
 request_ids = (f"request-{number}" for number in itertools.count())

@@ -43,7 +43,7 @@ MISTAKES = {
     ),
     "nested typo": (
         ["trainer", "--set", "lora.rnk=3"],
-        "unknown key 'lora.rnk'; did you mean 'rank'?",
+        "--set: unknown key 'lora.rnk'; did you mean 'lora.rank'?",
     ),
     "alpha": (["trainer", "--set", "lora.alpha=0"], "lora.alpha: found 0; "),
     "no value": (["rollout", "--set", "model"], "--set: found 'model'; write it as KEY=VALUE"),

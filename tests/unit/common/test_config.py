@@ -51,7 +51,7 @@ def test_what_is_dumped_reads_back_equal(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ('model = "m"\nlimt = 1', "unknown key 'limt'; did you mean 'limit'?"),
-        ('model = "m"\n[inner]\nrat = 1', "unknown key 'inner.rat'; did you mean 'rate'?"),
+        ('model = "m"\n[inner]\nrat = 1', "unknown key 'inner.rat'; did you mean 'inner.rate'?"),
         ('model = "m"\n[inner]\nzzz = 1', "unknown key 'inner.zzz'; known are names, rate"),
         ("limit = 1", "model: missing; it has no default"),
         ('model = "m"\nlimit = "x"', "limit: found 'x'; input should be a valid integer"),
@@ -158,3 +158,17 @@ def test_the_trainers_own_sections_are_known(
 
     with pytest.raises(ConfigError, match=f"{name}: .*did you mean {right}"):
         load_config(TrainerConfig, None)
+
+
+def test_a_mistake_is_blamed_on_where_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('model = "m"\n[inner]\nrate = "fast"\n')
+    monkeypatch.setenv("REFIT_LIMIT", "many")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, path, {"inner.names": "1"})
+
+    origins = [line.partition(": ")[0] for line in str(caught.value).splitlines()]
+    assert origins == ["environment", str(path), "--set"]

@@ -34,6 +34,11 @@ class Servicer(rollout_pb2_grpc.RolloutServiceServicer):
         yield rollout_pb2.GenerateResponse(index=1)
         raise AdapterNotFound("adapter: no such")
 
+    async def PauseGeneration(
+        self, request: rollout_pb2.PauseGenerationRequest, context: Context
+    ) -> rollout_pb2.PauseGenerationResponse:
+        raise ConfigError("tls_key: /etc/secret.key cannot be read")
+
 
 @pytest.fixture
 async def server() -> AsyncIterator[GrpcServer]:
@@ -77,6 +82,20 @@ async def test_an_unforeseen_error_tells_the_peer_nothing(server: GrpcServer) ->
 
     assert caught.value.code() == grpc.StatusCode.INTERNAL
     assert caught.value.details() == "internal error; see the server's log"
+
+
+async def test_a_wrong_configuration_is_not_the_callers_fault_and_none_of_its_business(
+    server: GrpcServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connect(server.address) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(), timeout=5)
+
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    text = "this service's configuration cannot be used; see its log"
+    assert caught.value.details() == text
+    assert "/etc/secret.key" in caplog.text
 
 
 async def test_an_error_in_a_stream_comes_after_what_was_sent(server: GrpcServer) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refit.v1 import adapter_pb2
@@ -28,6 +29,7 @@ from tests.receiving import (
     events_of,
     held_chunk,
     next_version,
+    reader_of,
 )
 
 COMMIT = adapter_pb2.AdapterCommit(ref=ref_to_proto(WHOLE.ref))
@@ -193,6 +195,27 @@ async def test_what_is_given_up_leaves_nothing_and_tells_who_waits_for_it(
     with pytest.raises(Unavailable, match=r"this relay gave it up \(it was replaced\)"):
         await waiting
     assert list(staging.iterdir()) == []
+
+
+async def test_the_time_without_a_stream_is_no_time_on_the_wire(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer takes bytes by these seconds for the speed of the link."""
+    now_seconds = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now_seconds[0])
+    monkeypatch.setattr(receiver, "time", clock)
+    events = events_of(WHOLE, chunk_bytes=80)
+    update = opened(events)
+    first, second = chunks(events)
+    now_seconds[0] += 2
+    await update.write(first)
+    now_seconds[0] += 600
+    update.resume(reader_of(events), held=())
+    now_seconds[0] += 3
+    await update.write(second)
+    now_seconds[0] += 50
+    staged = await update.finish(COMMIT)
+    assert staged.wire_seconds == 5.0
 
 
 async def test_a_cancelled_finish_ends_with_its_thread_and_can_be_repeated(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +14,13 @@ import pytest
 from refit.v1 import adapter_pb2
 
 from common.adapter import AdapterRef, Canary, CanarySequence
-from common.errors import CorruptUpdate
+from common.errors import CorruptUpdate, Unavailable
 from common.stream.content import Content
 from common.stream.frames import Event
 from common.stream.sender import Receiver
 from common.wire import crc32c, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport
+from rollout_svc.engine import BoundReport, EngineAdapter
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import make_adapter, make_ref
 from tests.fake_engine import FakeEngine
@@ -203,6 +206,98 @@ async def test_more_than_the_file_system_has_is_refused_by_stage(
     ref, events = update()
     await apply_all(applier, events)
     assert registry.listing() == [ref]
+
+
+def failing(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize(("call", "begins"), [("os.posix_fallocate", 0), ("os.pwrite", 1)])
+async def test_an_error_of_the_file_system_is_refused_by_stage(
+    applier: UpdateApplier,
+    registry: AdapterRegistry,
+    reports: Reports,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    begins: int,
+) -> None:
+    """While room is made, or while bytes are written; the next update is taken."""
+    good, events = update(1)
+    await apply_all(applier, events)
+    refused, events = update(2, seed=1)
+    await apply_all(applier, events[:begins])
+    with monkeypatch.context() as patched:
+        patched.setattr(call, failing)
+        await apply_all(applier, events[begins:])
+    report = reports.sent[-1]
+    assert (report.outcome, report.stage) == (REFUSED, adapter_pb2.UPDATE_STAGE_STAGE)
+    assert report.ref == ref_to_proto(refused)
+    text = f"staging directory {staging}: Too many open files; see to it and retry"
+    assert report.reason == text
+    assert len(reports.sent) == 2
+    assert len(list(staging.iterdir())) == 1
+    third, events = update(3, seed=2)
+    await apply_all(applier, events)
+    assert registry.listing() == [good, third]
+
+
+async def test_an_error_while_aliases_are_written_is_refused_by_stage(
+    applier: UpdateApplier,
+    registry: AdapterRegistry,
+    reports: Reports,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest, buffer = make_adapter()
+    events = list(update_events(make_ref(manifest), manifest, buffer, chunk_bytes=50))
+    await apply_all(applier, events[:-1])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        await applier.apply(events[-1])
+    [report] = reports.sent
+    assert (report.outcome, report.stage) == (REFUSED, adapter_pb2.UPDATE_STAGE_STAGE)
+    assert list(staging.iterdir()) == []
+    await apply_all(applier, events)
+    assert registry.listing() == [make_ref(manifest)]
+
+
+async def test_a_swept_staging_directory_stops_nothing(
+    applier: UpdateApplier, registry: AdapterRegistry, staging: Path
+) -> None:
+    _, events = update(1)
+    await apply_all(applier, events[:3])
+    shutil.rmtree(staging)
+    applier.suspend()
+    ref, events = update(2, seed=1)
+    await apply_all(applier, events)
+    assert registry.listing() == [ref]
+
+
+async def test_a_load_that_fails_is_refused_by_stage_and_frees_its_slot(
+    applier: UpdateApplier,
+    registry: AdapterRegistry,
+    engine: FakeEngine,
+    reports: Reports,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = FakeEngine.load
+
+    async def load(self: FakeEngine, adapter: EngineAdapter) -> list[BoundReport]:
+        await real(self, adapter)
+        raise Unavailable("engine: Call to refit_load method failed; retry later")
+
+    good, events = update(1)
+    await apply_all(applier, events)
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeEngine, "load", load)
+        await apply_all(applier, update(2, seed=1)[1])
+    report = reports.sent[-1]
+    assert (report.outcome, report.stage) == (REFUSED, adapter_pb2.UPDATE_STAGE_LOAD)
+    assert report.reason == "engine: Call to refit_load method failed; retry later"
+    assert (sorted(engine.loaded), registry.listing()) == ([1], [good])
+    assert len(list(staging.iterdir())) == 1
 
 
 async def test_what_the_engine_does_not_bind_is_refused_by_stage(

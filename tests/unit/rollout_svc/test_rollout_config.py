@@ -27,6 +27,8 @@ def test_the_staging_directory_is_the_users_own() -> None:
         ({"model": "m", "max_loras": "1"}, "max_loras: found 1"),
         ({"model": "m", "max_loras": "2", "keep_versions": "2"}, "keep_versions: 2 with max_loras"),
         ({"model": "m", "port": "70000"}, "port: found 70000"),
+        ({"model": "m", "max_lora_rank": "17"}, "max_lora_rank: found 17; input should be 1, 8, "),
+        ({"model": "m", "trainer_address": "a:1,b"}, "trainer_address: .*'b' is no host:port"),
     ],
 )
 def test_a_bad_configuration_is_one_clear_line(overrides: dict[str, str], text: str) -> None:

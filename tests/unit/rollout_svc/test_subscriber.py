@@ -17,6 +17,7 @@ from common.stream.frames import Event
 from common.stream.sender import Receiver
 from common.tasks import cancel
 from common.wire import ref_to_proto
+from rollout_svc import subscriber as subscriber_module
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.subscriber import BackOff, Subscriber
 from rollout_svc.updates import UpdateApplier
@@ -248,6 +249,33 @@ async def test_a_lost_parents_child_goes_back_to_the_trainer_with_what_it_has(
         await eventually(lambda: relay.streams == 0)
     assert list(trainer.subscriptions[1].lost_parents) == ["relay"]
     assert trainer.subscriptions[1].partial.received_bytes == 100
+
+
+async def test_a_lost_parent_is_forgotten_after_a_minute(
+    follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay that came back is used again."""
+    assert subscriber_module._LOST_SECONDS == 60
+    monkeypatch.setattr(subscriber_module, "_LOST_SECONDS", 0.0)
+    trainer = FakeTrainer([parent_at("127.0.0.1:1")], later=[[]])
+    async with follow(trainer):
+        await eventually(lambda: len(trainer.subscriptions) == 2)
+    assert list(trainer.subscriptions[1].lost_parents) == []
+
+
+async def test_a_draining_replica_says_so_on_every_new_stream(follow: Follow) -> None:
+    """A trainer whose stream broke has forgotten it, and would send prompts again."""
+    beat = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=5, lease_seconds=60))
+    trainer = FakeTrainer([beat], later=[[beat], [beat]])
+    async with follow(trainer) as subscriber:
+        await eventually(lambda: len(trainer.subscriptions) == 1)
+        await subscriber.drain("SIGTERM")
+        assert len(trainer.renewals) == 1
+        trainer.end_streams()
+        await eventually(lambda: len(trainer.renewals) == 2)
+    draining = adapter_pb2.RenewLeaseRequest(replica_id="replica", draining=True, reason="SIGTERM")
+    assert trainer.renewals == [draining, draining]
+    assert len(trainer.subscriptions) == 2
 
 
 async def test_a_parent_that_cannot_be_reached_is_lost(follow: Follow) -> None:

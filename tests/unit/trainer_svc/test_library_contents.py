@@ -204,6 +204,28 @@ def test_a_tensor_that_cannot_be_served_is_refused_by_name(
         read_contents(state_dict() | more, CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([1], "state_dict: found a list; give a dict of tensors by name"),
+        (
+            {1: np.ones((2, 8))},
+            "state_dict: key 1 is of type int; give tensors by their PEFT names",
+        ),
+        (
+            {"q_proj.lora_A.weight": [1]},
+            "state_dict: 'q_proj.lora_A.weight' is of type list; "
+            "give a torch tensor or numpy array",
+        ),
+    ],
+)
+def test_what_is_no_state_dict_is_refused_by_key_and_type(found: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_contents(found, CONFIG)
+
+    assert str(refused.value) == expected
+
+
 def test_an_empty_state_dict_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds no tensor"):
         read_contents({}, CONFIG)

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from common.errors import ConfigError, Unavailable
+from common.errors import ConfigError, RefitError, Unavailable
 from trainer_svc.demo import tiny
 from trainer_svc.library import AdapterPublisher
 
@@ -63,6 +63,19 @@ def test_a_dead_server_is_an_error_with_its_last_words(model: Path, tmp_path: Pa
             publisher.publish(TENSORS, CONFIG)
 
     assert "published default@1" in log_path.read_text()
+
+
+def test_an_unforeseen_error_of_one_command_ends_nothing_else(model: Path, tmp_path: Path) -> None:
+    log_path = tmp_path / "server.log"
+    with AdapterPublisher(model, port=0, log_path=log_path) as publisher:
+        reply = publisher._server.request("wait", {"adapter": "default"})
+        with pytest.raises(
+            RefitError, match=r"server failed: KeyError\('version'\); its log has the traceback$"
+        ):
+            reply.result(SECONDS)
+        assert publisher.publish(TENSORS, CONFIG).version == 1
+
+    assert "Traceback (most recent call last)" in log_path.read_text()
 
 
 def test_closing_ends_what_waits_and_may_be_done_twice(publisher: AdapterPublisher) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -181,6 +183,63 @@ def test_what_cannot_be_asked_is_refused(publisher: AdapterPublisher, model: Pat
             publisher.generate([[1]], max_tokens=0, timeout_seconds=SECONDS)
 
 
+_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"n": 1 << 40}, f"n: found {1 << 40}; give a whole number, 1 to 1024"),
+    ({"n": 1025}, "n: found 1025; give a whole number, 1 to 1024"),
+    ({"n": 2.5}, "n: found 2.5; give a whole number, 1 to 1024"),
+    ({"n": True}, "n: found True; give a whole number, 1 to 1024"),
+    ({"max_tokens": 2.0}, "max_tokens: found 2.0; give a whole number"),
+    ({"top_k": "3"}, "top_k: found '3'; give a whole number"),
+    ({"seed": 0.5}, "seed: found 0.5; give a whole number"),
+    ({"min_tokens": None}, "min_tokens: found None; give a whole number"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids: found 'a'; give a whole number"),
+    ({"temperature": float("nan")}, "temperature: found nan; give a finite number"),
+    ({"temperature": "hot"}, "temperature: found 'hot'; give a finite number"),
+    ({"top_p": float("inf")}, "top_p: found inf; give a finite number"),
+    ({"min_p": False}, "min_p: found False; give a finite number"),
+    ({"stop": "end"}, "stop: found 'end'; give a list of strings"),
+    ({"timeout_seconds": float("nan")}, "timeout_seconds: found nan; give a finite number"),
+    ({"timeout_seconds": float("inf")}, "timeout_seconds: found inf; give a finite number"),
+    ({"timeout_seconds": 0}, "timeout_seconds: found 0; give more than 0 seconds"),
+    ({"adapter": 5}, "adapter: found 5 of type int; give a name of printable characters"),
+]
+
+
+def test_a_wrong_argument_is_named_and_never_reaches_the_server(
+    publisher: AdapterPublisher,
+) -> None:
+    version = publisher.publish(arrays(0), CONFIG)
+    for given, expected in _WRONG:
+        with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+            publisher.generate([[1]], **{"max_tokens": 1} | given)
+    with pytest.raises(ConfigError, match=r"^prompts: .*float.*; give lists of token ids$"):
+        publisher.generate([[1.5]], max_tokens=1)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"^replicas: found 'x'; give a whole number, 1 or more$"):
+        publisher.wait(version, replicas="x")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^replicas: found 0; give a whole number, 1 or more$"):
+        publisher.wait(version, replicas=0)
+    with pytest.raises(ConfigError, match=r"^timeout_seconds: found nan; give a finite number$"):
+        publisher.wait(version, timeout_seconds=float("nan"))
+    for name in ("", "\udc80", 5, None):
+        with pytest.raises(ConfigError, match=f"^adapter: found {re.escape(repr(name))} of type "):
+            publisher.publish(arrays(0), CONFIG, adapter=name)  # type: ignore[arg-type]
+
+    assert publisher.publish(arrays(0), CONFIG).version == 2
+
+
+def test_a_pinned_version_outlives_newer_ones(publisher: AdapterPublisher) -> None:
+    first = publisher.publish(arrays(0), CONFIG)
+    with publisher.pinned(first):
+        for seed in range(1, 5):
+            last = publisher.publish(arrays(seed), CONFIG)
+        last.digest()
+        assert 1 in _versions(publisher)
+
+    assert _versions(publisher) == [4, 5]
+    with pytest.raises(AdapterNotFound, match="default@1 is not kept"), publisher.pinned(first):
+        pass
+
+
 def test_no_file_is_left_open_by_what_was_published(publisher: AdapterPublisher) -> None:
     """faults.md 27, AReaL#1385: nothing is kept a version."""
     publisher.publish(arrays(0), CONFIG).digest()
@@ -199,11 +258,14 @@ def test_settings_of_the_server_reach_it(model: Path) -> None:
     with AdapterPublisher(model, port=0, server=settings) as publisher:
         for seed in range(5):
             publisher.publish(arrays(seed), CONFIG).digest()
-        with grpc.insecure_channel(publisher.address) as channel:
-            stub = adapter_pb2_grpc.AdapterServiceStub(channel)
-            listed = stub.ListAdapters(adapter_pb2.AdapterServiceListAdaptersRequest(), timeout=5)
+        assert _versions(publisher) == [3, 4, 5]
 
-    assert [ref.version for ref in listed.adapters] == [3, 4, 5]
+
+def _versions(publisher: AdapterPublisher) -> list[int]:
+    with grpc.insecure_channel(publisher.address) as channel:
+        stub = adapter_pb2_grpc.AdapterServiceStub(channel)
+        listed = stub.ListAdapters(adapter_pb2.AdapterServiceListAdaptersRequest(), timeout=5)
+    return [ref.version for ref in listed.adapters]
 
 
 def _open_files() -> int:

@@ -63,7 +63,7 @@ async def test_a_replica_is_shown_with_what_it_said(run: Run) -> None:
         run.fleet.report(report)
         run.fleet.report(refused("r1", second, first, stage=adapter_pb2.UPDATE_STAGE_CANARY))
         replica.subscription.parent = Parent("r0", "r0:1")
-        replica.outstanding = 3
+        replica.line.outstanding = 3
 
         assert list(fleet_status(run.fleet)) == [
             trainer_pb2.ReplicaStatus(
@@ -89,7 +89,7 @@ async def test_metrics_count_every_state_and_the_prompts(run: Run) -> None:
     with contextlib.ExitStack() as stack:
         for name in ("r1", "r2"):
             held = subscription_request(name, held=[ref])
-            stack.enter_context(run.fleet.members.joined(held)).outstanding = 2
+            stack.enter_context(run.fleet.members.joined(held)).line.outstanding = 2
         stack.enter_context(run.fleet.members.joined(subscription_request("r3")))
         with run.fleet.members.joined(subscription_request("r4")):
             pass

@@ -87,10 +87,10 @@ async def test_a_quarantine_is_not_left_by_subscribing_again(run: Run) -> None:
     with run.fleet.members.joined(request):
         run.fleet.report(refused("r1", second, first))
     with run.fleet.members.joined(request) as replica:
-        assert not replica.takes_prompts()
+        assert not replica.takes_prompts("default")
         assert replica.refused("default", 2)
         run.fleet.report(committed("r1", first, second))
-        assert replica.takes_prompts()
+        assert replica.takes_prompts("default")
 
 
 async def test_a_relay_that_takes_its_place_over_is_not_its_own_parent() -> None:
@@ -150,11 +150,11 @@ async def test_a_replica_that_takes_no_bytes_leaves_the_fleet(run: Run) -> None:
 async def test_a_draining_replica_gets_no_prompt_and_is_not_lost(run: Run) -> None:
     held = run.publish(1)
     with run.fleet.members.joined(subscription_request(held=[held])) as replica:
-        assert replica.takes_prompts()
+        assert replica.takes_prompts("default")
         run.fleet.members.renew(_renewal(draining=True))
         run.fleet.members.renew(_renewal())
         assert replica.draining == "SIGTERM"
-        assert not replica.takes_prompts()
+        assert not replica.takes_prompts("default")
     assert _lost(run) == []
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from refit.v1 import rollout_pb2_grpc
 
 from trainer_svc.fleet import Replica
+from trainer_svc.fleet.lines import Line
 from trainer_svc.fleet.relays import choose_parent
 from trainer_svc.subscription import Parent, Subscription
 
@@ -30,9 +31,7 @@ class Tree:
         self.replicas.append(
             Replica(
                 id=name,
-                address=name,
-                channel=self.channel,
-                stub=rollout_pb2_grpc.RolloutServiceStub(self.channel),
+                line=Line(name, self.channel, rollout_pb2_grpc.RolloutServiceStub(self.channel)),
                 subscription=Subscription(parent=parent),
                 relays=relays,
             )
@@ -74,7 +73,7 @@ def test_those_who_cannot_relay_get_no_children(tree: Tree) -> None:
 def test_those_who_drain_get_no_children(tree: Tree) -> None:
     tree.join("drains")
     tree.join("relay")
-    tree.replicas[0].draining = "SIGTERM"
+    tree.replicas[0].line.draining = "SIGTERM"
     assert tree.join("r2") == "relay"
 
 

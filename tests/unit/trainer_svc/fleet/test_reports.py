@@ -37,7 +37,7 @@ async def test_a_report_of_other_bytes_is_corrupt(run: Run) -> None:
         with pytest.raises(CorruptUpdate, match=r"committed default@1 .*, published was default@1"):
             run.fleet.report(committed("r1", other))
         assert not replica.serves("default", 1)
-        assert not replica.takes_prompts()
+        assert not replica.takes_prompts("default")
 
 
 CHANGES: dict[str, Callable[[AdapterRef], AdapterRef]] = {
@@ -54,7 +54,7 @@ async def test_a_report_of_what_was_never_published_is_refused(run: Run, name: s
         with pytest.raises(InvalidField, match="never published"):
             run.fleet.report(committed("r1", ref))
         assert replica.committed == {}
-        assert replica.takes_prompts()
+        assert replica.takes_prompts("default")
 
 
 async def test_a_late_report_of_a_version_that_is_retired_is_taken(run: Run) -> None:
@@ -97,13 +97,13 @@ async def test_a_refusal_is_kept_with_its_stage_until_the_next_commit(
         assert (replica.refusal.ref, replica.refusal.stage) == (second, stage)
         assert replica.refusal.reason == "no room"
         assert list(replica.committed.values()) == [first]
-        assert (replica.takes_prompts(), replica.refused("default", 2)) == (
+        assert (replica.takes_prompts("default"), replica.refused("default", 2)) == (
             not quarantined,
             quarantined,
         )
         run.fleet.report(committed("r1", first, second))
         assert replica.refusal is None
-        assert replica.takes_prompts()
+        assert replica.takes_prompts("default")
 
 
 async def test_what_the_update_took_is_kept(run: Run) -> None:

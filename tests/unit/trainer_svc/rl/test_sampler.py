@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
 
+import grpc
 import pytest
 from refit.v1 import rollout_pb2, rollout_pb2_grpc
 
@@ -15,9 +16,12 @@ from common.adapter import AdapterRef
 from common.errors import (
     AdapterNotFound,
     AlreadyExists,
+    Incompatible,
     InvalidField,
+    PermissionDenied,
     QueueFull,
     RefitError,
+    Unauthenticated,
     WaitExpired,
 )
 from common.grpc_server import Context
@@ -32,6 +36,10 @@ MANIFEST, _ = make_adapter()
 OLD, REF = make_ref(MANIFEST, version=2), make_ref(MANIFEST, version=3)
 STOP, ABORT = rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_ABORT
 Response = rollout_pb2.GenerateResponse
+
+
+class Unimplemented(RefitError):
+    code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
@@ -121,6 +129,11 @@ async def test_a_group_is_put_together_by_index() -> None:
     [
         ({"error": AdapterNotFound("gone")}, "failed: NOT_FOUND gone"),
         ({"error": RefitError("?")}, "failed: INTERNAL ?"),
+        ({"error": Unauthenticated("token")}, "failed: UNAUTHENTICATED token"),
+        ({"error": PermissionDenied("role")}, "failed: PERMISSION_DENIED role"),
+        ({"error": Incompatible("model")}, "failed: FAILED_PRECONDITION model"),
+        ({"error": Unimplemented("what")}, "failed: UNIMPLEMENTED what"),
+        ({"error": InvalidField("n: 2")}, "failed: INVALID_ARGUMENT n: 2"),
         ({"ends": (STOP,)}, "failed: the answer ended before all of its completions did"),
         ({"ends": (STOP, STOP, STOP)}, "failed: answered with completion 2 of 2"),
         ({"hangs": True}, "failed: DEADLINE_EXCEEDED"),
@@ -165,18 +178,40 @@ async def test_the_only_replica_is_asked_again_after_a_pause() -> None:
 async def test_when_every_replica_failed_the_wait_has_an_end() -> None:
     """faults.md 23, prime-rl#2230."""
     async with fake_fleet(Replica(error=AdapterNotFound("gone")), held=REF) as fleet:
-        with pytest.raises(WaitExpired, match=r"tried \['r0'\]"):
+        with pytest.raises(WaitExpired, match=r"tried \['r0'\]; r0: NOT_FOUND gone$"):
             await _group(_sampler(fleet), timeout_seconds=0.5)
 
 
-async def test_a_request_refused_for_its_own_fault_is_not_tried_again() -> None:
+async def test_a_request_that_two_replicas_refuse_is_not_tried_again_and_they_are_not_blamed() -> (
+    None
+):
+    faults = [Replica(error=InvalidField("top_p: 2")) for _ in range(2)]
     other = Replica()
-    fault = Replica(error=InvalidField("sampling.top_p: 2"))
-    async with fake_fleet(fault, other, held=REF) as fleet:
-        with pytest.raises(InvalidField, match=r"INVALID_ARGUMENT sampling\.top_p: 2"):
+    async with fake_fleet(*faults, other, held=REF) as fleet:
+        with pytest.raises(InvalidField, match=r"replica r1 .*: INVALID_ARGUMENT top_p: 2$"):
             await _group(_sampler(fleet))
 
-    assert (other.requests, fleet.heard) == ([], [])
+    assert [len(r.requests) for r in (*faults, other)] == [1, 1, 0]
+    assert fleet.heard == []
+
+
+async def test_a_request_that_the_only_replica_refuses_is_not_tried_again() -> None:
+    fault, away = Replica(error=InvalidField("top_p: 2")), Replica()
+    async with fake_fleet(fault, away, held=REF) as fleet:
+        fleet.replicas[1].takes_prompts = False
+        with pytest.raises(InvalidField, match=r"replica r0 .*: INVALID_ARGUMENT top_p: 2$"):
+            await _group(_sampler(fleet))
+
+    assert (len(fault.requests), away.requests, fleet.heard) == (1, [], [])
+
+
+async def test_one_misconfigured_replica_costs_no_group_while_the_others_work() -> None:
+    bad = Replica(error=Unauthenticated("token"))
+    async with fake_fleet(bad, Replica(), Replica(), held=REF) as fleet:
+        sampler = _sampler(fleet)
+        answers = await asyncio.gather(*(_group(sampler) for _ in range(40)))
+
+    assert answers == [Answer(WHOLE, hedged=False)] * 40
 
 
 @pytest.mark.parametrize(
