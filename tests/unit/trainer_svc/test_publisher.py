@@ -330,3 +330,24 @@ async def test_nothing_of_the_subscribers_grows_with_the_versions(publisher: Pub
         await receive(events)
     assert subscription.sent == {"default": newest}
     await events.aclose()
+
+
+@pytest.mark.parametrize(
+    ("newest", "order"), [(1, ["task@1", "default@2"]), (3, ["default@2", "task@3"])]
+)
+async def test_the_update_that_was_cut_goes_on_first(
+    publisher: Publisher, newest: int, order: list[str]
+) -> None:
+    """Another adapter's update would have the replica throw the received part away."""
+    _publish(publisher, 2)
+    cut = publisher.publish("task", *LARGE, version=1)
+    if newest != 1:
+        publisher.publish("task", *NEXT, version=newest)
+    events = await _subscribed(publisher, Subscription(partial=(cut, 1)))
+    found: list[str] = []
+    while len(found) < 2:
+        event = await anext(events)
+        if _kind(event) == "manifest":
+            ref = ref_from_proto(event.manifest.ref)
+            found.append(f"{ref.adapter}@{ref.version}")
+    assert found == order

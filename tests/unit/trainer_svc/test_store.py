@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.adapter import AdapterRef, Canary, CanarySequence
-from common.errors import AdapterNotFound, AlreadyExists
+from common.errors import AdapterNotFound, AlreadyExists, InvalidField
 from tests.adapters import make_adapter
 from trainer_svc.store import VersionStore
 
@@ -105,3 +105,21 @@ def test_a_canary_belongs_to_its_version() -> None:
     store.add("old", *make_adapter(), version=1)
 
     assert [c and c.canary for c in map(store.newest, ("default", "old"))] == [canary, None]
+
+
+@pytest.mark.parametrize("adapter", ["", "a" * 257, "\ud800"])
+def test_a_name_that_no_replica_can_be_told_is_refused(adapter: str) -> None:
+    store = VersionStore("run", keep=1)
+    with pytest.raises(InvalidField, match=r"^adapter: '"):
+        _add(store, 1, adapter=adapter)
+    assert store.adapters() == []
+    assert _add(store, 1, adapter="a" * 256).version == 1
+
+
+@pytest.mark.parametrize("version", [0, -3, 2**63])
+def test_a_version_that_no_message_can_carry_is_refused(version: int) -> None:
+    store = VersionStore("run", keep=1)
+    with pytest.raises(InvalidField, match=rf"^version: {version}; give a number from 1 to"):
+        _add(store, version, seed=1)
+    assert store.adapters() == []
+    assert _add(store, 2**63 - 1, seed=1).version == 2**63 - 1

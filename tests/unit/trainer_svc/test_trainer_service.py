@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
+import urllib.request
 import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -33,7 +35,7 @@ from common.wire import ref_to_proto
 from tests.adapters import make_adapter
 from tests.eventually import eventually
 from tests.large_adapters import make_large
-from tests.subscriptions import committed, subscription_request
+from tests.subscriptions import committed, refused, subscription_request
 from trainer_svc.config import ServerSettings
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import members
@@ -229,3 +231,48 @@ async def test_a_file_of_security_that_cannot_be_used_is_an_error_at_start(tmp_p
     with pytest.raises(ConfigError, match="tokens_file"):
         async with _node(security=missing):
             pass
+
+
+def _scrape(port: int | None) -> list[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read(), "ascii").splitlines()
+
+
+async def test_prometheus_sees_the_fleet_from_its_own_thread() -> None:
+    async with _node(metrics_port=0) as node:
+        first, second = _publish(node, 1), _publish(node, 2)
+        with contextlib.ExitStack() as stack:
+            for name in ("ready", "refuses", "fails", "gone"):
+                request = subscription_request(name, held=[first])
+                replica = stack.enter_context(node.fleet.members.joined(request))
+                if name == "ready":
+                    node.fleet.report(committed(name, second))
+                if name == "refuses":
+                    node.fleet.report(refused(name, second, first))
+                if name == "fails":
+                    for _ in range(3):
+                        node.fleet.failed(replica, "UNAVAILABLE")
+            node.fleet.members.renew(adapter_pb2.RenewLeaseRequest(replica_id="ready"))
+            with node.fleet.members.joined(subscription_request("lost")):
+                pass
+            lines = await asyncio.to_thread(_scrape, node.metrics_port)
+
+    assert [line for line in lines if line.startswith("refit_trainer_replicas{")] == [
+        'refit_trainer_replicas{state="joining"} 0.0',
+        'refit_trainer_replicas{state="catching_up"} 1.0',
+        'refit_trainer_replicas{state="ready"} 1.0',
+        'refit_trainer_replicas{state="draining"} 0.0',
+        'refit_trainer_replicas{state="lost"} 1.0',
+        'refit_trainer_replicas{state="quarantined"} 2.0',
+    ]
+
+
+async def test_a_taken_metrics_port_is_an_error_that_leaves_nothing_bound() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics_port: 127.0.0.1:{port} cannot be bound"):
+            async with _node(metrics_port=port):
+                pass
+    for _ in range(2):
+        async with _node(metrics_port=port) as node:
+            assert node.metrics_port == port

@@ -175,3 +175,59 @@ async def test_who_leaves_while_others_are_waited_for_is_not_counted(run: Run) -
         run.fleet.report(committed("slow", ref))
 
         assert [replica.id for replica in await waiting] == ["slow"]
+
+
+async def test_wrong_answers_are_not_forgiven_for_an_alias(run: Run) -> None:
+    """faults.md 2, verl#3821: it must commit a newer version of what it served."""
+    first, alias = run.publish(1), run.publish(1, adapter="old")
+    with _joined(run, "r1") as [replica]:
+        run.fleet.report(committed("r1", first))
+        run.fleet.quarantine(replica, "answered with the base model")
+        run.fleet.report(committed("r1", first, alias))
+        assert (replica.takes_prompts("default"), replica.takes_prompts("old")) == (False, False)
+        run.fleet.report(committed("r1", alias, run.publish(2)))
+        assert (replica.takes_prompts("default"), replica.takes_prompts("old")) == (True, True)
+
+
+async def test_a_second_quarantine_begins_after_the_first_has_ended(run: Run) -> None:
+    run.publish(1)
+    with _joined(run, "r1") as [replica]:
+        run.fleet.report(committed("r1", run.publish(2)))
+        run.fleet.quarantine(replica, "the first")
+        run.fleet.report(committed("r1", run.publish(3)))
+        assert replica.takes_prompts("default")
+        run.fleet.quarantine(replica, "the second")
+        assert not replica.takes_prompts("default")
+        assert run.fleet.state(replica).reason == "the second"
+
+
+async def test_those_who_take_no_prompts_do_not_count(run: Run) -> None:
+    """faults.md 23, TRL#6797: a step waits for somebody who can answer it."""
+    ref = run.publish(1)
+    with _joined(run, "wrong", "right") as [wrong, _]:
+        run.fleet.report(committed("wrong", ref))
+        run.fleet.quarantine(wrong, "answered with the base model")
+        with pytest.raises(WaitExpired, match="1 replicas must serve it, 0 do"):
+            await run.fleet.wait_for(
+                "default", 1, replicas=1, timeout_seconds=0.01, straggler_seconds=0
+            )
+        run.fleet.report(committed("right", ref))
+        ready = await run.fleet.wait_for(
+            "default", 1, replicas=1, timeout_seconds=5, straggler_seconds=5
+        )
+    assert [replica.id for replica in ready] == ["right"]
+
+
+async def test_wrong_answers_outlast_a_quarantine_that_has_an_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_QUARANTINE_SECONDS", 0.02)
+    ref = run.publish(1)
+    with _joined(run, "r1") as [replica]:
+        run.fleet.report(committed("r1", ref))
+        for _ in range(3):
+            run.fleet.failed(replica, "UNAVAILABLE")
+        run.fleet.quarantine(replica, "answered with the base model")
+        await asyncio.sleep(0.05)
+        assert run.fleet.state(replica).reason == "answered with the base model"
+        assert not replica.takes_prompts("default")

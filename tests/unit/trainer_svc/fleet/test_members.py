@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import grpc
 import pytest
 from refit.v1 import adapter_pb2
 
@@ -13,7 +14,7 @@ from common.model_dir import BaseModel
 from common.stream.sender import Pace
 from tests.eventually import eventually
 from tests.subscriptions import Run, committed, refused, subscription_request
-from trainer_svc.fleet import Fleet
+from trainer_svc.fleet import Fleet, lines
 from trainer_svc.publisher import Publisher
 from trainer_svc.subscription import Parent
 
@@ -175,3 +176,100 @@ async def test_close_leaves_nothing_running(run: Run) -> None:
         assert replica.timer is not None
         assert replica.timer.cancelled()
     await eventually(lambda: len(asyncio.all_tasks()) == 1)
+
+
+async def test_a_refusal_is_not_carried_over_to_one_who_holds_a_newer_version(run: Run) -> None:
+    """faults.md 23: the report of the commit was lost with the connection."""
+    first, second = run.publish(1), run.publish(2)
+    with run.fleet.members.joined(subscription_request(held=[first])) as replica:
+        run.fleet.quarantine(replica, "answered with the base model")
+        run.fleet.report(refused("r1", second, first))
+    third = run.publish(3)
+    with run.fleet.members.joined(subscription_request(held=[third])) as replica:
+        assert replica.takes_prompts("default")
+        assert replica.refusal is None
+
+
+@pytest.mark.parametrize("live", [True, False])
+async def test_the_work_of_a_replica_whose_stream_broke_goes_on(run: Run, live: bool) -> None:
+    """faults.md 23, prime-rl#2230: neither cut, nor forgotten, nor sent to one that drains."""
+    ref = run.publish(1)
+    request = subscription_request(held=[ref])
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as work:
+        before = first.enter_context(run.fleet.members.joined(request))
+        for _ in range(2):
+            run.fleet.failed(before, "UNAVAILABLE")
+        work.enter_context(run.fleet.leased("default", 1, avoid=frozenset()))
+        run.fleet.members.renew(_renewal(draining=True))
+        if not live:
+            first.close()
+        with run.fleet.members.joined(request) as replica:
+            assert replica is not before
+            assert (replica.channel, replica.stub) == (before.channel, before.stub)
+            assert replica.channel.get_state() != grpc.ChannelConnectivity.SHUTDOWN
+            assert (replica.outstanding, replica.draining) == (1, "SIGTERM")
+            assert replica.line.failures_in_a_row == 2
+            work.close()
+            assert replica.outstanding == 0
+            # What the old one is blamed for, the new one has done.
+            run.fleet.failed(before, "UNAVAILABLE")
+            assert replica.is_quarantined()
+
+
+async def test_a_replica_that_moved_has_a_line_of_its_own(run: Run) -> None:
+    run.publish(1)
+    with run.fleet.members.joined(subscription_request()) as before:
+        before.line.outstanding = 3
+    moved = subscription_request()
+    moved.advertised_address = "elsewhere:1"
+    with run.fleet.members.joined(moved) as replica:
+        assert replica.channel is not before.channel
+        assert (replica.address, replica.outstanding) == ("elsewhere:1", 0)
+
+
+async def test_the_line_of_a_replica_that_stays_away_is_closed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faults.md 27, AReaL#1385: nothing is kept of those who left."""
+    monkeypatch.setattr(lines, "_KEEP_SECONDS", 0.05)
+    run.publish(1)
+    with run.fleet.members.joined(subscription_request()) as before:
+        pass
+    await eventually(lambda: _is_closed(before.channel))
+    with run.fleet.members.joined(subscription_request()) as replica:
+        assert replica.channel is not before.channel
+        await asyncio.sleep(0.1)
+        assert not _is_closed(replica.channel)
+
+
+def _is_closed(channel: grpc.aio.Channel) -> bool:
+    try:
+        return channel.get_state() == grpc.ChannelConnectivity.SHUTDOWN
+    except grpc.aio.UsageError:
+        return True
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_the_children_of_a_lost_relay_leave_it_after_a_lease(back: bool) -> None:
+    """faults.md 23, prime-rl#2230: a relay that lost the trainer feeds its children nothing new."""
+    pace = Pace(heartbeat_seconds=0.05, lease_seconds=0.1)
+    publisher = Publisher("run", keep=2, pace=pace)
+    fleet = Fleet(BaseModel("m", "base"), publisher, fan_out=1)
+    Run(fleet, publisher).publish(1)
+    relay, request = subscription_request(relay=True), subscription_request("child")
+    with contextlib.ExitStack() as stack:
+        with fleet.members.joined(relay):
+            child = stack.enter_context(fleet.members.joined(request))
+        assert child.subscription.parent == Parent("r1", "r1:1")
+        if back:
+            stack.enter_context(fleet.members.joined(relay))
+        loop = asyncio.get_running_loop()
+        lost_at = loop.time()
+        while loop.time() < lost_at + 0.15:
+            for replica in fleet.replicas:
+                fleet.members.renew(adapter_pb2.RenewLeaseRequest(replica_id=replica.id))
+            await asyncio.sleep(0.02)
+        assert child.subscription.ended == ("" if back else "its relay r1 was lost")
+        with fleet.members.joined(request) as again:
+            assert again.subscription.parent == (Parent("r1", "r1:1") if back else None)
+    await fleet.close()

@@ -128,3 +128,51 @@ async def test_the_link_is_measured_by_updates_that_were_sent_as_they_are(run: R
             request.wire_bytes, request.timings.wire_seconds = wire_bytes, 0.5
             run.fleet.report(request)
         assert replica.subscription.link_bytes_per_second == 8 << 20
+
+
+async def test_a_refusal_stands_until_the_same_adapter_is_committed(run: Run) -> None:
+    """faults.md 2, verl#3821: an alias of another adapter says nothing of what was refused."""
+    first, second = run.publish(1), run.publish(2)
+    alias = run.publish(1, adapter="old")
+    with run.fleet.members.joined(subscription_request(held=[first])) as replica:
+        run.fleet.report(refused("r1", second, first))
+        for held in ([first, alias], [alias, first]):
+            run.fleet.report(committed("r1", *held))
+            assert (replica.takes_prompts("default"), replica.takes_prompts("old")) == (False, True)
+            assert replica.refused("default", 2)
+            assert replica.refusal is not None
+            assert replica.refusal.ref == second
+        run.fleet.report(committed("r1", alias, second))
+        assert replica.takes_prompts("default")
+        assert replica.refusal is None
+
+
+async def test_every_adapter_has_its_own_refusal(run: Run) -> None:
+    default, task = run.publish(1), run.publish(2, adapter="task")
+    with run.fleet.members.joined(subscription_request()) as replica:
+        run.fleet.report(refused("r1", task))
+        run.fleet.report(refused("r1", default))
+        assert (replica.refused("task", 2), replica.refused("default", 1)) == (True, True)
+        run.fleet.report(committed("r1", default))
+        assert (replica.takes_prompts("task"), replica.takes_prompts("default")) == (False, True)
+        assert replica.refusal is not None
+        assert replica.refusal.ref == task
+
+
+async def test_other_bytes_under_the_name_of_right_ones_are_no_longer_served(run: Run) -> None:
+    ref = run.publish(1)
+    with run.fleet.members.joined(subscription_request(held=[ref])) as replica:
+        with pytest.raises(CorruptUpdate):
+            run.fleet.report(committed("r1", replace(ref, digest=b"x" * 32)))
+        assert replica.committed == {}
+        assert not replica.takes_prompts("default")
+
+
+async def test_a_long_reason_is_cut(run: Run) -> None:
+    ref = run.publish(1)
+    report = refused("r1", ref)
+    report.reason = "a" * 1024 + "b"
+    with run.fleet.members.joined(subscription_request()) as replica:
+        run.fleet.report(report)
+        assert replica.refusal is not None
+        assert replica.refusal.reason == "a" * 1024
