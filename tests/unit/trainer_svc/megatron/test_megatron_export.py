@@ -159,15 +159,10 @@ def test_projections_with_an_a_each_are_refused(tiny_dir: Path, tmp_path: Path) 
     model = trained_model(tiny_dir)
     manifest = export(model, tmp_path / "flat")
     a_name = PREFIX + "0.self_attn.k_proj.lora_A.weight"
-    moved = replace(
-        manifest,
-        tensors=tuple(
-            replace(spec, alias_of="", offset_bytes=manifest.total_bytes)
-            if spec.name == a_name
-            else spec
-            for spec in manifest.tensors
-        ),
-    )
+    own = next(spec for spec in manifest.tensors if spec.name == a_name)
+    others = [spec for spec in manifest.tensors if spec.name != a_name]
+    last = replace(own, alias_of="", offset_bytes=manifest.total_bytes)
+    moved = replace(manifest, tensors=(*others, last))
     content = (tmp_path / "flat").read_bytes() + bytes(4 * 4 * 64)
     write_peft_dir(tmp_path / "peft", moved, memoryview(content))
     with pytest.raises(Incompatible, match=r"layer 0 has a different A .*k_proj"):
