@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from common.errors import CorruptUpdate
-
 
 class Dtype(enum.Enum):
     """Element type of a tensor on the wire; the value is its name in a safetensors header."""
@@ -187,20 +185,3 @@ def seal(specs: Iterable[TensorSpec], buffer: memoryview) -> tuple[TensorSpec, .
         )
         sealed[spec.name] = replace(spec, digest=digest)
     return tuple(sealed.values())
-
-
-def verify(specs: Iterable[TensorSpec], buffer: memoryview) -> None:
-    """Check every tensor's bytes against its digest.
-
-    Raises:
-        CorruptUpdate: a tensor differs; it is named.
-    """
-    for spec in specs:
-        if spec.alias_of:
-            continue
-        found = blake3(buffer[spec.offset_bytes : spec.end_bytes]).digest()
-        if found != spec.digest:
-            raise CorruptUpdate(
-                f"tensor {spec.name!r}: BLAKE3 {found.hex()[:12]} instead of "
-                f"{spec.digest.hex()[:12]}; the bytes changed on the way, send the update again"
-            )

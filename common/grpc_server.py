@@ -119,10 +119,10 @@ async def start_server(
     bound = _bind(server, "port", host, port, security.server_credentials())
     servers = [server]
     if plaintext_health_port is not None:
-        probed = grpc.aio.server(options=_SERVER_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, probed)
-        plaintext_health_port = _bind(probed, "plaintext_health_port", host, plaintext_health_port)
-        servers.append(probed)
+        servers.append(_health_server(health_servicer))
+        plaintext_health_port = _bind(
+            servers[-1], "plaintext_health_port", host, plaintext_health_port
+        )
     for each in servers:
         await each.start()
     running = GrpcServer(
@@ -136,6 +136,12 @@ async def start_server(
     for service in services:
         await running.set_serving(service, False)
     return running
+
+
+def _health_server(health_servicer: Any) -> grpc.aio.Server:
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    return server
 
 
 def _server(

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-
-from common.errors import ConfigError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _UPDATE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -43,23 +38,3 @@ class Metrics:
         self.tokens = Counter(
             "refit_rollout_tokens", "Tokens sampled and sent.", registry=self.registry
         )
-
-    @contextmanager
-    def served(self, *, host: str, port: int) -> Iterator[int]:
-        """Answer Prometheus inside the block; gives the bound port.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
-        try:
-            server, thread = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics_port: {host}:{port} cannot be bound ({error.strerror}); choose another"
-            ) from error
-        try:
-            yield int(server.server_port)
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -20,6 +19,7 @@ from refit.v1 import (
 from common.errors import RefitError
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
+from common.prometheus import metrics_served
 from common.stream.frames import add_adapter_service
 from common.tasks import gather_or_cancel
 from common.wire import dtype_to_proto, ref_to_proto
@@ -88,7 +88,9 @@ class Replica:
         )
         print(f"rollout listening on {server.address}", flush=True)
         try:
-            with self._metrics_endpoint():
+            with metrics_served(
+                self._metrics.registry, host=self._config.host, port=self._config.metrics_port
+            ):
                 await self._run_tasks(server, stopped)
         except* RefitError as group:
             raise _first(group) from None
@@ -117,11 +119,6 @@ class Replica:
             await self._requests.drain(self._config.grace_seconds)
             for task in tasks:
                 task.cancel()
-
-    def _metrics_endpoint(self) -> AbstractContextManager[object]:
-        if self._config.metrics_port is None:
-            return nullcontext()
-        return self._metrics.served(host=self._config.host, port=self._config.metrics_port)
 
     def _register(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from common.adapter import Dtype
 from common.config import Config
 from common.security import SecuritySettings
+from common.stream.sender import Pace
 from common.wire import CHUNK_BYTES, MAX_CHUNK_BYTES
 from trainer_svc.megatron.settings import DtypeName, LoraSettings, TrainSettings, WorkerSettings
 from trainer_svc.publisher import DeltaMode
@@ -159,6 +160,16 @@ class ServerSettings(Config):
     0 for no limit, and then nobody relays."""
 
     security: SecuritySettings = SecuritySettings()
+
+    @property
+    def pace(self) -> Pace:
+        """What of it the stream goes by."""
+        return Pace(
+            chunk_bytes=self.chunk_bytes,
+            heartbeat_seconds=self.heartbeat_seconds,
+            lease_seconds=self.lease_seconds,
+            stall_seconds=self.stall_seconds,
+        )
 
 
 class TrainerConfig(Config):

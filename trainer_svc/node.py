@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, start_http_server
-
-from common.errors import ConfigError
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
-from common.stream.sender import Pace
+from common.prometheus import metrics_served
 from trainer_svc.config import ServerSettings
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import Fleet
@@ -56,14 +53,8 @@ async def serve_node(
     Raises:
         ConfigError: a port cannot be bound, or a file of `security` not be used.
     """
-    pace = Pace(
-        chunk_bytes=settings.chunk_bytes,
-        heartbeat_seconds=settings.heartbeat_seconds,
-        lease_seconds=settings.lease_seconds,
-        stall_seconds=settings.stall_seconds,
-    )
     publisher = Publisher(
-        control.run_id, keep=settings.keep_versions, pace=pace, delta=settings.delta
+        control.run_id, keep=settings.keep_versions, pace=settings.pace, delta=settings.delta
     )
     fleet = Fleet(
         base,
@@ -71,8 +62,9 @@ async def serve_node(
         fan_out=settings.fan_out,
         open_channel=partial(connect, security=settings.security),
     )
-    control.gauges.registry.register(FleetCollector(fleet))
-    with _metrics_served(settings, control.gauges.registry) as metrics_port:
+    registry = control.gauges.registry
+    registry.register(FleetCollector(fleet))
+    with metrics_served(registry, host=settings.host, port=settings.metrics_port) as metrics_port:
         server = await start_server(
             lambda grpc_server: register(
                 grpc_server,
@@ -94,24 +86,3 @@ async def serve_node(
             publisher.close()
             await server.stop(_GRACE_SECONDS)
             await fleet.close()
-
-
-@contextlib.contextmanager
-def _metrics_served(settings: ServerSettings, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Answer Prometheus inside the block, where it is wanted; gives the bound port."""
-    host, port = settings.host, settings.metrics_port
-    if port is None:
-        yield None
-        return
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics_port: {host}:{port} cannot be bound ({error.strerror}); choose another"
-        ) from error
-    try:
-        yield int(server.server_port)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

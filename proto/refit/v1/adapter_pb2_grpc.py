@@ -77,7 +77,8 @@ class AdapterServiceServicer(object):
         FAILED_PRECONDITION: the replica cannot serve this run; the message names every reason (base
         fingerprints, rank, modules, dtype).
         INVALID_ARGUMENT: a field of the request is missing or malformed.
-        ALREADY_EXISTS: another live subscriber has this replica id.
+        ALREADY_EXISTS: a live subscriber at another address has this replica id. At the same address
+        the new subscription takes the place of the old one.
         RESOURCE_EXHAUSTED: this relay has as many children as it takes.
         UNAVAILABLE: the trainer is stopping or not yet started, or the lease of this replica ran out;
         subscribe again, with back-off.

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from blake3 import blake3
 
-from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, plan, seal, verify
-from common.errors import CorruptUpdate
+from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, plan, seal
 from tests.adapters import LORA, make_adapter
 
 
@@ -71,16 +70,6 @@ def test_digest_covers_base_and_bytes_and_nothing_else() -> None:
     assert manifest.digest() == same.digest()
     assert manifest.digest() != other.digest()
     assert manifest.digest() != replace(manifest, base_fingerprint="another").digest()
-
-
-def test_verify_names_the_tensor_that_changed() -> None:
-    manifest, buffer = make_adapter()
-    verify(manifest.tensors, buffer)
-    changed = bytearray(buffer)
-    changed[-1] ^= 1
-
-    with pytest.raises(CorruptUpdate, match=r"k_proj\.lora_B"):
-        verify(manifest.tensors, memoryview(changed))
 
 
 def test_scale_follows_peft() -> None:

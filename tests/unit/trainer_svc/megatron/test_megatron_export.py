@@ -10,9 +10,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common.adapter import Dtype, Manifest, verify
+from common.adapter import Dtype, Manifest
 from common.errors import ConfigError, Incompatible
 from common.peft_dir import write_peft_dir
+from common.stream.verifier import Verifier
 from trainer_svc.megatron.adapter_load import load_adapter
 from trainer_svc.megatron.export import TORCH_DTYPES, export_to_file, export_to_peft_dir
 from trainer_svc.megatron.lora import add_lora, lora_modules, trainable_parameters
@@ -88,7 +89,7 @@ def test_the_file_is_the_flat_buffer_and_shared_a_lies_in_it_once(
     # A of qkv, proj, fc1, fc2 and B of q, k, v, o, gate, up, down, of two layers in float32.
     floats = 2 * 4 * ((64 + 128 + 64 + 80) + (128 + 64 + 64 + 64 + 80 + 80 + 64))
     assert len(content) == manifest.total_bytes == 4 * floats
-    verify(manifest.tensors, memoryview(content))
+    Verifier(manifest).update(content)
     aliases = {spec.name: spec.alias_of for spec in manifest.tensors if spec.alias_of}
     layer = PREFIX + "0."
     assert len(aliases) == 2 * 3

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common.adapter import Manifest, verify
+from common.adapter import Manifest
 from common.errors import ConfigError, WaitExpired, WorkerGone, WorkerLost
+from common.stream.verifier import Verifier
 from trainer_svc.megatron.client import MegatronWorker
 from trainer_svc.megatron.protocol import Batch
 from trainer_svc.megatron.settings import WorkerSettings
@@ -134,7 +135,7 @@ async def _export(worker: MegatronWorker, path: Path) -> Manifest:
     manifest = await worker.export(path, base_fingerprint="base", deadline_seconds=DEADLINE_SECONDS)
     content = path.read_bytes()
     assert len(content) == manifest.total_bytes
-    verify(manifest.tensors, memoryview(content))
+    Verifier(manifest).update(content)
     return manifest
 
 
