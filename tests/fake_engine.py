@@ -26,8 +26,9 @@ class FakeEngine:
     """Holds adapters like an engine with `slots` slots, and answers each prompt with its own ids.
 
     A generation gives one token a step; with `gate` cleared it stops before each, and scoring as
-    well. With `may_encode` cleared a text waits in its thread; a `deaf` one heeds no abort. Every
-    token of every sequence scores `score_logprob`.
+    well; with `one_step` the gate closes by itself behind each. With `may_encode` cleared a text
+    waits in its thread; a `deaf` one heeds no abort. Every token of every sequence scores
+    `score_logprob`.
     """
 
     slots: int = 3
@@ -37,6 +38,7 @@ class FakeEngine:
     )
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     may_encode: threading.Event = field(default_factory=threading.Event)
+    one_step: bool = False
     paused: bool = False
     running: set[str] = field(default_factory=set)
     salts: list[str] = field(default_factory=list)
@@ -89,6 +91,8 @@ class FakeEngine:
         try:
             for number in range(generation.sampling.max_tokens):
                 await self._step(aborted)
+                if self.one_step:
+                    self.gate.clear()
                 if aborted.is_set():
                     for index in indices:
                         yield TokenDelta(index, (), (), "", FinishReason.ABORT)

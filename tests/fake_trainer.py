@@ -82,7 +82,7 @@ class FakeTrainer(adapter_pb2_grpc.AdapterServiceServicer):
     async def AdapterUpdate(
         self, request: adapter_pb2.AdapterUpdateRequest, context: Context
     ) -> AsyncIterator[Event]:
-        number = len(self.subscriptions)
+        number, end = len(self.subscriptions), self._end
         self.subscriptions.append(request)
         if self.refusal:
             raise Incompatible(self.refusal)
@@ -92,7 +92,7 @@ class FakeTrainer(adapter_pb2_grpc.AdapterServiceServicer):
             for event in [self.events, *self.later][min(number, len(self.later))]:
                 yield event
             if self.keep_open:
-                await self._end.wait()
+                await end.wait()
         finally:
             self.streams -= 1
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from refit.v1 import (
     adapter_pb2,
     adapter_pb2_grpc,
     rollout_pb2,
-    rollout_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     version_pb2,
@@ -27,57 +24,12 @@ from common.adapter import Dtype, Manifest
 from common.model_dir import base_model
 from common.peft_dir import read_peft_dir, write_peft_dir
 from common.wire import ManifestReader, crc32c, dtype_to_proto
+from tests.integration.pair import STEPS, Pair, generate, trainer_settings, wait_for_state
 from tests.integration.services import START_SECONDS, grpcurl, refit, rows_until
 from trainer_svc.demo import tiny
 
 pytestmark = pytest.mark.timeout(240)
-STEPS = 4
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A replica that follows a fixed trainer address, and the first run's directory."""
-
-    model: Path
-    trainer: str
-    rollout: str
-    run_dir: Path
-    log_dir: Path
-    first: subprocess.Popen[str]
-
-    def free_the_port(self) -> None:
-        """End the first trainer; others may then listen where the replica looks for one."""
-        self.first.terminate()
-        self.first.wait(timeout=60)
-
-    def stub(self) -> rollout_pb2_grpc.RolloutServiceStub:
-        return rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(self.rollout))
-
-    def settings(self, run_dir: Path, *, steps: int = STEPS) -> dict[str, object]:
-        return _trainer_settings(self.model, run_dir, steps=steps) | {
-            "server.port": int(self.trainer.rpartition(":")[2])
-        }
-
-
-def _trainer_settings(model: Path, run_dir: Path, *, steps: int = STEPS) -> dict[str, object]:
-    return {
-        "model": model,
-        "run_dir": run_dir,
-        "serve_after_run": True,
-        "megatron.dtype": "float32",
-        "lora.rank": 8,
-        "train.lr": 3e-3,
-        "rl.data": "trainer_svc.demo.fast_task:prompts",
-        "rl.reward": "trainer_svc.demo.fast_task:reward",
-        "rl.steps": steps,
-        "rl.prompts_per_step": 2,
-        "rl.group_size": 4,
-        "rl.max_tokens": 8,
-        "rl.checkpoint_every_steps": 2,
-        "server.port": 0,
-        "server.heartbeat_seconds": 1,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """One finished run of `STEPS` steps; its trainer still serves when the first test begins."""
     root = tmp_path_factory.mktemp("pair")
     model = tiny.prepare(root / "tiny")
-    settings = _trainer_settings(model, root / "run")
+    settings = trainer_settings(model, root / "run")
     rollout_settings: dict[str, object] = {
         "model": model,
         "max_lora_rank": 8,
@@ -98,44 +50,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with refit("trainer", settings=settings, log=root / "trainer.log") as (first, trainer):
         rollout_settings["trainer_address"] = trainer
         with refit("rollout", settings=rollout_settings, log=root / "rollout.log") as (_, rollout):
-            _wait_for_state(trainer, trainer_pb2.RUN_STATE_FINISHED)
+            wait_for_state(trainer, trainer_pb2.RUN_STATE_FINISHED)
             yield Pair(model, trainer, rollout, root / "run", root, first)
-
-
-def _wait_for_state(trainer: str, state: int) -> trainer_pb2.GetStatusResponse:
-    deadline = time.monotonic() + START_SECONDS
-    with grpc.insecure_channel(trainer) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        while time.monotonic() < deadline:
-            status: trainer_pb2.GetStatusResponse = stub.GetStatus(
-                trainer_pb2.GetStatusRequest(), timeout=10, wait_for_ready=True
-            )
-            if status.state == state:
-                return status
-            time.sleep(0.1)
-    raise AssertionError(f"the run is still in state {status}")
 
 
 def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def _generate(
-    pair: Pair,
-    rule: rollout_pb2.VersionRule,
-    *,
-    adapter: str = "default",
-    version: int = 0,
-    run_id: str = "",
-) -> list[rollout_pb2.GenerateResponse]:
-    request = rollout_pb2.GenerateRequest(
-        token_ids=rollout_pb2.TokenIds(ids=[5, 6, 7, 8]),
-        sampling=rollout_pb2.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
-        adapter=rollout_pb2.AdapterSelector(
-            adapter=adapter, rule=rule, version=version, run_id=run_id
-        ),
-    )
-    return list(pair.stub().Generate(request, timeout=30))
 
 
 def _logprobs(parts: list[rollout_pb2.GenerateResponse]) -> list[float]:
@@ -183,8 +103,8 @@ def test_the_replica_lists_what_the_trainer_published(pair: Pair) -> None:
 
 def test_the_adapter_changes_what_the_base_says(pair: Pair) -> None:
     """faults.md 1, verl#7495: a served version is not the base in disguise."""
-    latest = _generate(pair, rollout_pb2.VERSION_RULE_LATEST)
-    base = _generate(pair, rollout_pb2.VERSION_RULE_BASE, adapter="")
+    latest = generate(pair, rollout_pb2.VERSION_RULE_LATEST)
+    base = generate(pair, rollout_pb2.VERSION_RULE_BASE, adapter="")
 
     assert {part.adapter.version for part in latest} == {STEPS + 1}
     assert not any(part.HasField("adapter") for part in base)
@@ -195,7 +115,7 @@ def test_the_adapter_changes_what_the_base_says(pair: Pair) -> None:
 def test_unknown_adapter_or_version_is_not_found(pair: Pair, adapter: str, version: int) -> None:
     """faults.md 2, verl#3821: never the base by silence."""
     with pytest.raises(grpc.RpcError) as caught:
-        _generate(pair, rollout_pb2.VERSION_RULE_EXACT, adapter=adapter, version=version)
+        generate(pair, rollout_pb2.VERSION_RULE_EXACT, adapter=adapter, version=version)
 
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     assert adapter in str(caught.value.details())
@@ -301,7 +221,7 @@ def test_a_resumed_run_goes_on_with_its_id_and_the_next_version(pair: Pair) -> N
     settings = pair.settings(pair.run_dir, steps=STEPS + 2)
     log = pair.log_dir / "resumed.log"
     with refit("trainer", "--resume", settings=settings, log=log):
-        status = _wait_for_state(pair.trainer, trainer_pb2.RUN_STATE_FINISHED)
+        status = wait_for_state(pair.trainer, trainer_pb2.RUN_STATE_FINISHED)
 
     rows = _rows(pair.run_dir)
     assert status.run_id == run_id
@@ -325,7 +245,7 @@ def test_a_killed_rank_costs_no_version_and_no_record(pair: Pair) -> None:
             and "torch.distributed.run" not in child.cmdline()
         ]
         rank.kill()
-        _wait_for_state(pair.trainer, trainer_pb2.RUN_STATE_FINISHED)
+        wait_for_state(pair.trainer, trainer_pb2.RUN_STATE_FINISHED)
 
     rows = _rows(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -358,5 +278,5 @@ def _served_digest(pair: Pair, *, version: int) -> bytes:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         run_id = stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=10).run_id
     rule = rollout_pb2.VERSION_RULE_AT_LEAST
-    parts = _generate(pair, rule, version=version, run_id=run_id)
+    parts = generate(pair, rule, version=version, run_id=run_id)
     return bytes(parts[0].adapter.digest)

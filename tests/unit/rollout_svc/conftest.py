@@ -1,23 +1,35 @@
-"""A registry over a hand-written engine, and what feeds it."""
+"""A registry over a hand-written engine, what feeds it, and the servicers before it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
+from refit.v1 import adapter_pb2, rollout_pb2_grpc, version_pb2_grpc
 
 from common.adapter import Dtype
+from common.grpc_server import GrpcServer, connect, start_server
+from common.model_dir import BaseModel
 from common.stream.sender import Pace
 from common.tasks import cancel
+from common.wire import ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.hold import GenerationHold
 from rollout_svc.limits import Limits
 from rollout_svc.metrics import Metrics
 from rollout_svc.relay import Relay
+from rollout_svc.requests import RunningRequests
+from rollout_svc.service import RolloutServicer, VersionServicer
+from rollout_svc.subscriber import Subscriber
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
+from tests.fake_trainer import FakeTrainer, serving
+from tests.following import Follow
 from tests.live import Commits
 from tests.receiving import Opener, Reports
 
@@ -91,3 +103,60 @@ def applier(
 @pytest.fixture
 def opened(staging: Path, limits: Limits) -> Opener:
     return Opener(staging / "update", limits)
+
+
+@pytest.fixture
+async def servicer(registry: AdapterRegistry, engine: FakeEngine) -> RolloutServicer:
+    return RolloutServicer(
+        engine=engine,
+        registry=registry,
+        requests=RunningRequests(abort=engine.abort, max_requests=4),
+        hold=GenerationHold(engine),
+        metrics=Metrics(),
+    )
+
+
+@pytest.fixture
+async def server(servicer: RolloutServicer) -> AsyncIterator[GrpcServer]:
+    def register(server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+        version = VersionServicer(
+            engine=servicer.engine, registry=servicer.registry, base=BaseModel("tiny", "f")
+        )
+        version_pb2_grpc.add_VersionServiceServicer_to_server(version, server)
+
+    server = await start_server(register, host="127.0.0.1", port=0, services=[])
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(server.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceStub:
+    return rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+@pytest.fixture
+def follow(registry: AdapterRegistry, applier: UpdateApplier) -> Follow:
+    @asynccontextmanager
+    async def followed(trainer: FakeTrainer) -> AsyncIterator[Subscriber]:
+        async with serving(trainer) as address:
+            subscriber = Subscriber(
+                address,
+                subscription=lambda: adapter_pb2.AdapterUpdateRequest(
+                    replica_id="replica", held=[ref_to_proto(ref) for ref in registry.listing()]
+                ),
+                open_channel=connect,
+            )
+            applier.report = subscriber.report
+            running = asyncio.create_task(subscriber.run(applier))
+            yield subscriber
+            await cancel(running)
+            assert running.cancelled() or running.exception() is None
+
+    return followed

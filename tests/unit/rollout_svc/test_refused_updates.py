@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +9,7 @@ from pathlib import Path
 import pytest
 from refit.v1 import adapter_pb2
 
-from common.adapter import AdapterRef, Canary, CanarySequence
+from common.adapter import Canary, CanarySequence
 from common.errors import CorruptUpdate, Unavailable
 from common.stream.content import Content
 from common.stream.frames import Event
@@ -23,30 +19,12 @@ from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import BoundReport, EngineAdapter
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import make_adapter, make_ref
+from tests.applying import REFUSED, apply_all, retire, update
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import sent_events, update_events
 from tests.receiving import Reports
 
 UNBOUND = [BoundReport(0, 1, ("a.lora_A.weight (no module)",), "")]
-REFUSED = adapter_pb2.OUTCOME_REFUSED
-
-
-def update(
-    version: int = 1, *, chunk_bytes: int = 50, seed: int = 0, canary: Canary | None = None
-) -> tuple[AdapterRef, list[Event]]:
-    """Manifest, four chunks of at most 50 bytes, commit."""
-    manifest, buffer = make_adapter(seed=seed)
-    ref = make_ref(manifest, version=version)
-    return ref, list(update_events(ref, manifest, buffer, chunk_bytes=chunk_bytes, canary=canary))
-
-
-async def apply_all(applier: UpdateApplier, events: list[Event]) -> None:
-    for event in events:
-        await applier.apply(event)
-
-
-def retire(ref: AdapterRef) -> Event:
-    return Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(ref)))
 
 
 def without_a_chunk(events: list[Event]) -> None:
@@ -184,94 +162,6 @@ async def test_a_table_without_end_is_refused(
     [report] = reports.sent
     assert report.stage == adapter_pb2.UPDATE_STAGE_MANIFEST
     assert report.reason == f"manifest.tensors: a table above {two_pages} bytes; use PEFT's names"
-
-
-async def test_more_than_the_file_system_has_is_refused_by_stage(
-    applier: UpdateApplier, reports: Reports, registry: AdapterRegistry, staging: Path
-) -> None:
-    """tmpfs full: both figures are named, nothing is left, and the next update succeeds."""
-    applier.limits = replace(applier.limits, max_bytes=1 << 62)
-    manifest, buffer = make_adapter()
-    a, _, b, _ = manifest.tensors
-    huge = replace(a, shape=(2, 1 << 44))
-    whole = replace(manifest, tensors=(huge, replace(b, offset_bytes=huge.size_bytes)))
-    await applier.apply(next(update_events(make_ref(whole), whole, buffer)))
-    [report] = reports.sent
-    assert report.stage == adapter_pb2.UPDATE_STAGE_STAGE
-    pattern = (
-        r"(No space left on device|File too large); an update needs 140737\d{9} bytes, \d+ are"
-    )
-    assert re.search(pattern, report.reason)
-    assert list(staging.iterdir()) == []
-    ref, events = update()
-    await apply_all(applier, events)
-    assert registry.listing() == [ref]
-
-
-def failing(*_: object) -> int:
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-@pytest.mark.parametrize(("call", "begins"), [("os.posix_fallocate", 0), ("os.pwrite", 1)])
-async def test_an_error_of_the_file_system_is_refused_by_stage(
-    applier: UpdateApplier,
-    registry: AdapterRegistry,
-    reports: Reports,
-    staging: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    begins: int,
-) -> None:
-    """While room is made, or while bytes are written; the next update is taken."""
-    good, events = update(1)
-    await apply_all(applier, events)
-    refused, events = update(2, seed=1)
-    await apply_all(applier, events[:begins])
-    with monkeypatch.context() as patched:
-        patched.setattr(call, failing)
-        await apply_all(applier, events[begins:])
-    report = reports.sent[-1]
-    assert (report.outcome, report.stage) == (REFUSED, adapter_pb2.UPDATE_STAGE_STAGE)
-    assert report.ref == ref_to_proto(refused)
-    text = f"staging directory {staging}: Too many open files; see to it and retry"
-    assert report.reason == text
-    assert len(reports.sent) == 2
-    assert len(list(staging.iterdir())) == 1
-    third, events = update(3, seed=2)
-    await apply_all(applier, events)
-    assert registry.listing() == [good, third]
-
-
-async def test_an_error_while_aliases_are_written_is_refused_by_stage(
-    applier: UpdateApplier,
-    registry: AdapterRegistry,
-    reports: Reports,
-    staging: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    manifest, buffer = make_adapter()
-    events = list(update_events(make_ref(manifest), manifest, buffer, chunk_bytes=50))
-    await apply_all(applier, events[:-1])
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", failing)
-        await applier.apply(events[-1])
-    [report] = reports.sent
-    assert (report.outcome, report.stage) == (REFUSED, adapter_pb2.UPDATE_STAGE_STAGE)
-    assert list(staging.iterdir()) == []
-    await apply_all(applier, events)
-    assert registry.listing() == [make_ref(manifest)]
-
-
-async def test_a_swept_staging_directory_stops_nothing(
-    applier: UpdateApplier, registry: AdapterRegistry, staging: Path
-) -> None:
-    _, events = update(1)
-    await apply_all(applier, events[:3])
-    shutil.rmtree(staging)
-    applier.suspend()
-    ref, events = update(2, seed=1)
-    await apply_all(applier, events)
-    assert registry.listing() == [ref]
 
 
 async def test_a_load_that_fails_is_refused_by_stage_and_frees_its_slot(

@@ -3,100 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from refit.v1 import rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grpc
 
-from common.grpc_server import GrpcServer, connect, start_server
-from common.model_dir import BaseModel
 from common.stream.content import Content
 from common.wire import ref_to_proto
-from rollout_svc import requests
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.hold import GenerationHold
-from rollout_svc.metrics import Metrics
-from rollout_svc.requests import RunningRequests
-from rollout_svc.service import RolloutServicer, VersionServicer
 from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
+from tests.generating import BASE, LATEST, answered, refused, request
 
 MANIFEST, BUFFER = make_adapter()
 REF = make_ref(MANIFEST)
 CONTENT = Content.whole(REF, MANIFEST, BUFFER)
-LATEST = rollout_pb2.AdapterSelector(adapter="default", rule=rollout_pb2.VERSION_RULE_LATEST)
-BASE = rollout_pb2.AdapterSelector(rule=rollout_pb2.VERSION_RULE_BASE)
-
-
-@pytest.fixture
-async def servicer(registry: AdapterRegistry, engine: FakeEngine) -> RolloutServicer:
-    return RolloutServicer(
-        engine=engine,
-        registry=registry,
-        requests=RunningRequests(abort=engine.abort, max_requests=4),
-        hold=GenerationHold(engine),
-        metrics=Metrics(),
-    )
-
-
-@pytest.fixture
-async def server(servicer: RolloutServicer) -> AsyncIterator[GrpcServer]:
-    def register(server: grpc.aio.Server) -> None:
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
-        version = VersionServicer(
-            engine=servicer.engine, registry=servicer.registry, base=BaseModel("tiny", "f")
-        )
-        version_pb2_grpc.add_VersionServiceServicer_to_server(version, server)
-
-    server = await start_server(register, host="127.0.0.1", port=0, services=[])
-    yield server
-    await server.stop(0)
-
-
-@pytest.fixture
-async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with connect(server.address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceStub:
-    return rollout_pb2_grpc.RolloutServiceStub(channel)
-
-
-def request(
-    *,
-    adapter: rollout_pb2.AdapterSelector = BASE,
-    ids: tuple[int, ...] = (65, 66, 67),
-    max_tokens: int = 3,
-    request_id: str = "",
-    n: int = 1,
-) -> rollout_pb2.GenerateRequest:
-    return rollout_pb2.GenerateRequest(
-        request_id=request_id,
-        token_ids=rollout_pb2.TokenIds(ids=ids),
-        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
-        adapter=adapter,
-        n=n,
-    )
-
-
-async def answered(
-    stub: rollout_pb2_grpc.RolloutServiceStub, asked: rollout_pb2.GenerateRequest
-) -> list[rollout_pb2.GenerateResponse]:
-    return [message async for message in stub.Generate(asked, timeout=5)]
-
-
-async def refused(
-    stub: rollout_pb2_grpc.RolloutServiceStub, asked: rollout_pb2.GenerateRequest
-) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(aiter(stub.Generate(asked, timeout=5)))
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def test_every_message_names_the_weights_and_the_first_one_the_prompt(
@@ -205,113 +128,6 @@ async def test_a_text_is_tokenized_beside_the_event_loop(
     assert list((await waiting).prompt_token_ids) == [65, 66]
 
 
-async def test_a_running_request_id_is_taken_until_it_ends(
-    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
-) -> None:
-    """faults.md 24, SkyRL#2035: of two equal requests at once one has an effect."""
-    asked = request(request_id="one")
-    engine.gate.clear()
-    first = asyncio.ensure_future(answered(stub, asked))
-    await eventually(lambda: "one" in engine.running)
-    code, text = await refused(stub, asked)
-    assert (code, text) == (
-        grpc.StatusCode.ALREADY_EXISTS,
-        "request_id: 'one' is running; choose another",
-    )
-    engine.gate.set()
-    assert len(await first) == 3
-    assert engine.salts == ["base"]
-
-
-async def test_a_request_sent_again_gets_the_answer_it_had(
-    stub: rollout_pb2_grpc.RolloutServiceStub,
-    servicer: RolloutServicer,
-    registry: AdapterRegistry,
-    engine: FakeEngine,
-    tmp_path: Path,
-) -> None:
-    """faults.md 24, SkyRL#2035: a retry samples nothing anew, and holds no adapter."""
-    await registry.commit(CONTENT, tmp_path / "adapter", source="trainer")
-    asked = request(adapter=LATEST, request_id="one", n=2)
-    assert len(await answered(stub, asked)) == 6
-    assert registry._live[0].pins == 0
-    expected = [
-        rollout_pb2.GenerateResponse(
-            index=index,
-            token_ids=ids,
-            logprobs=[-0.5] * 3,
-            text=bytes(ids).decode(),
-            adapter=ref_to_proto(REF),
-            finish_reason=rollout_pb2.FINISH_REASON_LENGTH,
-            prompt_token_ids=prompt,
-        )
-        for index, ids, prompt in ((0, (65, 66, 67), (65, 66, 67)), (1, (66, 67, 65), ()))
-    ]
-    assert await answered(stub, asked) == expected
-    assert await answered(stub, asked) == expected
-    assert len(engine.salts) == 1
-    assert servicer.metrics.registry.get_sample_value("refit_rollout_tokens_total") == 6
-
-
-async def test_the_id_of_an_ended_request_is_not_anothers(
-    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
-) -> None:
-    """faults.md 24, SkyRL#2035: one id, one request, one effect."""
-    await answered(stub, request(request_id="one"))
-    assert await refused(stub, request(request_id="one", max_tokens=4)) == (
-        grpc.StatusCode.ALREADY_EXISTS,
-        "request_id: 'one' ended and was another request; choose another",
-    )
-    assert len(engine.salts) == 1
-
-
-async def test_a_request_without_an_id_is_always_a_new_one(
-    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
-) -> None:
-    assert await answered(stub, request()) == await answered(stub, request())
-    assert len(engine.salts) == 2
-
-
-async def test_a_cancelled_request_is_forgotten(
-    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
-) -> None:
-    """faults.md 24: what counted nowhere is sampled when it is sent again."""
-    asked = request(request_id="one")
-    engine.gate.clear()
-    call = stub.Generate(asked, timeout=5)
-    await eventually(lambda: engine.running)
-    call.cancel()
-    await eventually(lambda: not engine.running)
-    engine.gate.set()
-    assert [list(message.token_ids) for message in await answered(stub, asked)] == [
-        [65],
-        [66],
-        [67],
-    ]
-    assert len(engine.salts) == 2
-
-
-async def test_the_answer_is_kept_for_a_caller_that_lost_its_end(
-    servicer: RolloutServicer, engine: FakeEngine
-) -> None:
-    """faults.md 24: the connection broke under the last message, and the request comes again."""
-    asked = request(request_id="one", max_tokens=1)
-    context: Any = NoDeadline()
-    broken = servicer.Generate(asked, context)
-    await anext(broken)
-    await broken.aclose()
-    again = [message async for message in servicer.Generate(asked, context)]
-    assert [list(message.token_ids) for message in again] == [[65]]
-    assert len(engine.salts) == 1
-
-
-class NoDeadline:
-    """All of a call's context that Generate looks at."""
-
-    def time_remaining(self) -> None:
-        return None
-
-
 async def test_no_more_requests_are_taken_than_fit(
     stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
 ) -> None:
@@ -338,74 +154,6 @@ async def test_cancelling_a_call_ends_it_in_the_engine_and_drops_the_pin(
     assert engine.running == {"one"}
     call.cancel()
     await eventually(lambda: not engine.running and not registry._live[0].pins)
-
-
-async def test_draining_refuses_new_requests_and_waits_for_running_ones(
-    stub: rollout_pb2_grpc.RolloutServiceStub, servicer: RolloutServicer, engine: FakeEngine
-) -> None:
-    call = aiter(stub.Generate(request(), timeout=5))
-    await anext(call)
-    engine.gate.clear()
-    draining = asyncio.create_task(servicer.requests.drain(5))
-    await asyncio.sleep(0)
-    assert (await refused(stub, request()))[0] is grpc.StatusCode.UNAVAILABLE
-    engine.gate.set()
-    assert [message.finish_reason async for message in call] == [0, 2]
-    await draining
-
-
-async def test_what_the_grace_is_too_short_for_ends_with_the_tokens_it_has(
-    stub: rollout_pb2_grpc.RolloutServiceStub, servicer: RolloutServicer, engine: FakeEngine
-) -> None:
-    """Every completion gets its end and the stream is OK; the next replica samples it anew."""
-    asked = request(request_id="one", n=2)
-    call = aiter(stub.Generate(asked, timeout=5))
-    begun = [await anext(call), await anext(call)]
-    engine.gate.clear()
-    await servicer.requests.drain(0.05)
-    ended = [message async for message in call]
-    # Some tokens were made before the gate closed.
-    assert {message.finish_reason for message in [*begun, *ended[:-2]]} == {0}
-    assert [message.finish_reason for message in ended[-2:]] == [3, 3]
-    assert [message.index for message in ended[-2:]] == [0, 1]
-    assert [list(message.token_ids) for message in ended[-2:]] == [[], []]
-    assert not servicer.answers.recall(asked)
-
-
-async def test_a_request_that_waits_for_its_version_is_sent_elsewhere_by_a_drain(
-    stub: rollout_pb2_grpc.RolloutServiceStub, servicer: RolloutServicer, engine: FakeEngine
-) -> None:
-    newer = rollout_pb2.AdapterSelector(
-        adapter="default", rule=rollout_pb2.VERSION_RULE_AT_LEAST, version=9
-    )
-    waiting = asyncio.ensure_future(refused(stub, request(adapter=newer)))
-    await eventually(lambda: servicer.requests._ids)
-    await servicer.requests.drain(0.05)
-    code, text = await waiting
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert text == "replica: shutting down; send the request to another one"
-    assert not engine.salts
-
-
-async def test_an_engine_that_heeds_no_abort_is_left_behind(
-    stub: rollout_pb2_grpc.RolloutServiceStub,
-    servicer: RolloutServicer,
-    server: GrpcServer,
-    engine: FakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """faults.md 23: every wait of a drain has a deadline; stopping the server ends the rest."""
-    monkeypatch.setattr(requests, "_ABORT_SECONDS", 0.05)
-    engine.deaf = True
-    engine.gate.clear()
-    waiting = asyncio.ensure_future(refused(stub, request()))
-    await eventually(lambda: engine.running)
-    async with asyncio.timeout(2):
-        await servicer.requests.drain(0.05)
-        assert engine.running
-        await server.stop(0)
-        assert (await waiting)[0] is grpc.StatusCode.UNAVAILABLE
-        await eventually(lambda: not engine.running)
 
 
 async def test_a_pause_ends_with_its_lease(

@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 from refit.v1 import adapter_pb2, version_pb2
 
 from common.adapter import AdapterRef
 from common.grpc_server import connect
-from common.stream.content import Content
 from common.stream.frames import Event
 from common.stream.sender import Receiver
-from common.tasks import cancel
 from common.wire import ref_to_proto
-from rollout_svc import subscriber as subscriber_module
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.subscriber import BackOff, Subscriber
-from rollout_svc.updates import UpdateApplier
-from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
-from tests.fake_trainer import FakeTrainer, raw_chunk, sent_events, serving, update_events
-
-MANIFEST, BUFFER = make_adapter()
-REF = make_ref(MANIFEST)
-WHOLE = Content.whole(REF, MANIFEST, BUFFER)
-UPDATE = list(update_events(REF, MANIFEST, BUFFER, chunk_bytes=50))
-HEARTBEAT = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=0.02))
-Follow = Callable[[FakeTrainer], AbstractAsyncContextManager[Subscriber]]
-
-
-@pytest.fixture
-def follow(registry: AdapterRegistry, applier: UpdateApplier) -> Follow:
-    @asynccontextmanager
-    async def followed(trainer: FakeTrainer) -> AsyncIterator[Subscriber]:
-        async with serving(trainer) as address:
-            subscriber = Subscriber(
-                address,
-                subscription=lambda: adapter_pb2.AdapterUpdateRequest(
-                    replica_id="replica", held=[ref_to_proto(ref) for ref in registry.listing()]
-                ),
-                open_channel=connect,
-            )
-            applier.report = subscriber.report
-            running = asyncio.create_task(subscriber.run(applier))
-            yield subscriber
-            await cancel(running)
-            assert running.cancelled() or running.exception() is None
-
-    return followed
-
-
-def parent_at(address: str, *, replica_id: str = "relay") -> Event:
-    parent = adapter_pb2.AdapterParent(replica_id=replica_id, address=address, run_id="run")
-    return Event(parent=parent)
+from tests.fake_trainer import FakeTrainer, raw_chunk, sent_events
+from tests.following import BUFFER, HEARTBEAT, REF, UPDATE, WHOLE, Follow
 
 
 async def test_an_update_is_committed_and_reported(
@@ -220,55 +180,13 @@ async def test_a_refusal_is_logged_once_with_the_trainers_reasons(
     assert [record.message.partition(": ")[2] for record in caplog.records] == [trainer.refusal]
 
 
-async def test_bytes_come_from_the_parent_and_reports_go_to_the_trainer(
-    registry: AdapterRegistry, follow: Follow
-) -> None:
-    relay = FakeTrainer(UPDATE)
-    async with serving(relay) as address:
-        trainer = FakeTrainer([parent_at(address)])
-        async with follow(trainer):
-            await eventually(lambda: trainer.reports)
-            assert (trainer.streams, relay.streams) == (1, 1)
-        await eventually(lambda: relay.streams == 0)
-    assert relay.reports == []
-    assert (relay.subscriptions[0].run_id, trainer.subscriptions[0].run_id) == ("run", "")
-    assert registry.listing() == [REF]
-
-
-@pytest.mark.parametrize("relay_events", [UPDATE[:3], [*UPDATE[:3], HEARTBEAT]])
-async def test_a_lost_parents_child_goes_back_to_the_trainer_with_what_it_has(
-    registry: AdapterRegistry, follow: Follow, relay_events: list[Event]
-) -> None:
-    """faults.md 23, TRL#6797: its stream ends, or it falls silent."""
-    relay = FakeTrainer(relay_events, keep_open=relay_events[-1] is HEARTBEAT)
-    async with serving(relay) as address:
-        rest = await sent_events(WHOLE, Receiver(start_bytes=100))
-        trainer = FakeTrainer([parent_at(address)], later=[rest])
-        async with follow(trainer):
-            await eventually(lambda: registry.listing() == [REF])
-        await eventually(lambda: relay.streams == 0)
-    assert list(trainer.subscriptions[1].lost_parents) == ["relay"]
-    assert trainer.subscriptions[1].partial.received_bytes == 100
-
-
-async def test_a_lost_parent_is_forgotten_after_a_minute(
-    follow: Follow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A relay that came back is used again."""
-    assert subscriber_module._LOST_SECONDS == 60
-    monkeypatch.setattr(subscriber_module, "_LOST_SECONDS", 0.0)
-    trainer = FakeTrainer([parent_at("127.0.0.1:1")], later=[[]])
-    async with follow(trainer):
-        await eventually(lambda: len(trainer.subscriptions) == 2)
-    assert list(trainer.subscriptions[1].lost_parents) == []
-
-
 async def test_a_draining_replica_says_so_on_every_new_stream(follow: Follow) -> None:
     """A trainer whose stream broke has forgotten it, and would send prompts again."""
     beat = Event(heartbeat=adapter_pb2.Heartbeat(interval_seconds=5, lease_seconds=60))
-    trainer = FakeTrainer([beat], later=[[beat], [beat]])
+    trainer = FakeTrainer([beat, *UPDATE], later=[[beat]])
     async with follow(trainer) as subscriber:
-        await eventually(lambda: len(trainer.subscriptions) == 1)
+        # What came after the heartbeat was applied, so that the first lease is being renewed.
+        await eventually(lambda: trainer.reports)
         await subscriber.drain("SIGTERM")
         assert len(trainer.renewals) == 1
         trainer.end_streams()
@@ -276,37 +194,6 @@ async def test_a_draining_replica_says_so_on_every_new_stream(follow: Follow) ->
     draining = adapter_pb2.RenewLeaseRequest(replica_id="replica", draining=True, reason="SIGTERM")
     assert trainer.renewals == [draining, draining]
     assert len(trainer.subscriptions) == 2
-
-
-async def test_a_parent_that_cannot_be_reached_is_lost(follow: Follow) -> None:
-    trainer = FakeTrainer([parent_at("127.0.0.1:1")], later=[[]])
-    async with follow(trainer):
-        await eventually(lambda: len(trainer.subscriptions) == 2)
-    assert list(trainer.subscriptions[1].lost_parents) == ["relay"]
-
-
-async def test_a_second_parent_is_taken_by_subscribing_again(follow: Follow) -> None:
-    relay = FakeTrainer([])
-    async with serving(relay) as address:
-        trainer = FakeTrainer([parent_at(address), parent_at(address)], later=[[parent_at("")]])
-        async with follow(trainer):
-            await eventually(lambda: len(trainer.subscriptions) == 2)
-            await eventually(lambda: (trainer.streams, relay.streams) == (1, 0))
-    assert list(trainer.subscriptions[1].lost_parents) == []
-
-
-async def test_cancelled_in_the_middle_it_leaves_no_stream_and_no_directory(
-    follow: Follow, applier: UpdateApplier
-) -> None:
-    relay = FakeTrainer(UPDATE[:3])
-    async with serving(relay) as address:
-        trainer = FakeTrainer([parent_at(address)])
-        async with follow(trainer):
-            await eventually(lambda: applier._update and applier._update.received_bytes == 100)
-            assert len(list(applier.staging.iterdir())) == 1
-        await eventually(lambda: relay.streams == 0)
-    assert list(applier.staging.iterdir()) == []
-    assert trainer.streams == 0
 
 
 def test_back_off_grows_to_a_ceiling_and_starts_again() -> None:

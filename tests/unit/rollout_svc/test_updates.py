@@ -18,29 +18,12 @@ from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.selector import Rule, Selector
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import make_adapter, make_ref
+from tests.applying import REFUSED, apply_all, retire, update
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import sent_events, update_events
 from tests.receiving import WHOLE, Reports, next_version
 
-COMMITTED, REFUSED = adapter_pb2.OUTCOME_COMMITTED, adapter_pb2.OUTCOME_REFUSED
-
-
-def update(
-    version: int = 1, *, chunk_bytes: int = 50, seed: int = 0
-) -> tuple[AdapterRef, list[Event]]:
-    """Manifest, four chunks of at most 50 bytes, commit."""
-    manifest, buffer = make_adapter(seed=seed)
-    ref = make_ref(manifest, version=version)
-    return ref, list(update_events(ref, manifest, buffer, chunk_bytes=chunk_bytes))
-
-
-async def apply_all(applier: UpdateApplier, events: list[Event]) -> None:
-    for event in events:
-        await applier.apply(event)
-
-
-def retire(ref: AdapterRef) -> Event:
-    return Event(retire=adapter_pb2.AdapterRetire(ref=ref_to_proto(ref)))
+COMMITTED = adapter_pb2.OUTCOME_COMMITTED
 
 
 def alias(ref: AdapterRef) -> Event:
