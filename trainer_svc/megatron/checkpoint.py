@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigError
-from trainer_svc.megatron.adapter_load import load_adapter
+from trainer_svc.megatron.adapter_io.export import export_to_peft_dir
+from trainer_svc.megatron.adapter_io.load import load_adapter
 from trainer_svc.megatron.engine import MegatronTrainer
-from trainer_svc.megatron.export import export_to_peft_dir
 
 ADAPTER_DIR = "adapter"
 STATE_FILE = "state.json"

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from common.adapter import Dtype, Manifest
-from trainer_svc.megatron import cpu, parallel
-from trainer_svc.megatron.adapter_load import load_adapter
-from trainer_svc.megatron.batching import MicroBatch, micro_batches
-from trainer_svc.megatron.export import export_to_file
-from trainer_svc.megatron.lora import adapters_off, add_lora, lora_modules
-from trainer_svc.megatron.model import build_model
-from trainer_svc.megatron.optimizer import AdapterOptimizer, Update
-from trainer_svc.megatron.policy import METRIC_NAMES, completion_logprobs, token_terms
+from trainer_svc.megatron import device, parallel
+from trainer_svc.megatron.adapter_io.export import export_to_file
+from trainer_svc.megatron.adapter_io.load import load_adapter
+from trainer_svc.megatron.lora.layers import adapters_off, add_lora, lora_modules
+from trainer_svc.megatron.model.build import build_model
 from trainer_svc.megatron.protocol import Batch, Sample
 from trainer_svc.megatron.settings import WorkerSettings
-from trainer_svc.rl import objective
+from trainer_svc.megatron.training import objective
+from trainer_svc.megatron.training.batching import MicroBatch, micro_batches
+from trainer_svc.megatron.training.optimizer import AdapterOptimizer, Update
+from trainer_svc.megatron.training.policy import METRIC_NAMES, completion_logprobs, token_terms
 
 
 class MegatronTrainer:
@@ -75,7 +75,7 @@ class MegatronTrainer:
         minibatches = [batch.samples[part::parts] for part in range(parts)]
         micros = [self._micro_batches(minibatch) for minibatch in minibatches]
         sampled = self._sampled(micros, temperature=batch.temperature)
-        sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=cpu.compute_device())
+        sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device.compute_device())
         updates: list[Update] = []
         for minibatch, ms, values in zip(minibatches, micros, sampled, strict=True):
             backward = partial(
@@ -108,7 +108,7 @@ class MegatronTrainer:
         return micro_batches(
             samples[parallel.dp_rank() :: parallel.dp_size()],
             token_budget=self.settings.train.micro_batch_tokens,
-            device=cpu.compute_device(),
+            device=device.compute_device(),
         )
 
     def _sampled(

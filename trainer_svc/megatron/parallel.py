@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from common.errors import ConfigError
-from trainer_svc.megatron import cpu
+from trainer_svc.megatron import device
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def start(*, tensor_parallel_size: int) -> None:
             f"tensor_parallel_size: found {tensor_parallel_size} over {world} ranks; "
             "choose a divisor of the number of ranks"
         )
-    cpu.answer_for_cuda()
+    device.answer_for_cuda()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
 

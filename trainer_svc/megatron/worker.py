@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from common.adapter import Dtype
 from common.errors import NoRun, RefitError
-from trainer_svc.megatron import cpu
+from trainer_svc.megatron import device
 from trainer_svc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.megatron.engine import MegatronTrainer
 from trainer_svc.megatron.protocol import (
@@ -141,8 +141,8 @@ def main() -> None:
     args = parser.parse_args()
     _end_with_parent()
     _give_way()
-    dist.init_process_group(cpu.BACKEND)
-    if cpu.HAVE_CUDA:
+    dist.init_process_group(device.BACKEND)
+    if device.HAVE_CUDA:
         torch.cuda.set_device(dist.get_node_local_rank())
     serve(Link(args.socket))
     dist.destroy_process_group()

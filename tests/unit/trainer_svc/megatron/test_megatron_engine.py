@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
-from trainer_svc.megatron.batching import micro_batches
 from trainer_svc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.megatron.engine import MegatronTrainer
-from trainer_svc.megatron.lora import trainable_parameters
+from trainer_svc.megatron.lora.layers import trainable_parameters
 from trainer_svc.megatron.protocol import Batch
 from trainer_svc.megatron.settings import WorkerSettings
+from trainer_svc.megatron.training.batching import micro_batches
 
 pytestmark = pytest.mark.usefixtures("ranks")
 

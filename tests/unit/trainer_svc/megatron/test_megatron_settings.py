@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from common.errors import ConfigError
+from trainer_svc.megatron.lora.targets import resolve_targets
 from trainer_svc.megatron.settings import LoraSettings, TrainSettings
-from trainer_svc.megatron.targets import resolve_targets
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan")])

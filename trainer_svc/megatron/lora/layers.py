@@ -17,9 +17,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from trainer_svc.megatron import names, parallel
+from trainer_svc.megatron import parallel
+from trainer_svc.megatron.lora.targets import resolve_targets
+from trainer_svc.megatron.model import names
 from trainer_svc.megatron.settings import LoraSettings
-from trainer_svc.megatron.targets import resolve_targets
 
 
 class LoraLinear(nn.Module):

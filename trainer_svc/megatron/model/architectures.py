@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from common.errors import ConfigError
-from trainer_svc.megatron.names import Heads
+from trainer_svc.megatron.model.names import Heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_svc.rl import objective
+from trainer_svc.megatron.training import objective
 
 
 def log(*values: float) -> Tensor:

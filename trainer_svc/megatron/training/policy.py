@@ -8,10 +8,10 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from trainer_svc.megatron.batching import MicroBatch
-from trainer_svc.megatron.model import hidden_states, output_logits
+from trainer_svc.megatron.model.build import hidden_states, output_logits
 from trainer_svc.megatron.settings import TrainSettings
-from trainer_svc.rl import objective
+from trainer_svc.megatron.training import objective
+from trainer_svc.megatron.training.batching import MicroBatch
 
 
 def completion_logprobs(model: GPTModel, micro: MicroBatch, *, temperature: float) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor
 from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, TensorSpec, plan, seal
 from common.errors import StagingFull
 from common.peft_dir import write_peft_dir
-from trainer_svc.megatron import names, parallel
-from trainer_svc.megatron.lora import LoraLinear, lora_modules
+from trainer_svc.megatron import parallel
+from trainer_svc.megatron.lora.layers import LoraLinear, lora_modules
+from trainer_svc.megatron.model import names
 from trainer_svc.megatron.settings import LoraSettings
 
 TORCH_DTYPES = {

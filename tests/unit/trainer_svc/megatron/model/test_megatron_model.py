@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from common.errors import ConfigError
-from trainer_svc.megatron.model import build_model, hidden_states, output_logits
+from trainer_svc.megatron.model.build import build_model, hidden_states, output_logits
 
 pytestmark = pytest.mark.usefixtures("ranks")
 

@@ -7,14 +7,14 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from trainer_svc.megatron.lora import (
+from trainer_svc.megatron.lora.layers import (
     LoraLinear,
     adapters_off,
     add_lora,
     lora_modules,
     trainable_parameters,
 )
-from trainer_svc.megatron.model import build_model, hidden_states, output_logits
+from trainer_svc.megatron.model.build import build_model, hidden_states, output_logits
 from trainer_svc.megatron.settings import LoraSettings
 
 pytestmark = pytest.mark.usefixtures("ranks")

@@ -14,10 +14,10 @@ from common.adapter import Dtype, Manifest
 from common.errors import ConfigError, Incompatible
 from common.peft_dir import write_peft_dir
 from common.stream.verifier import Verifier
-from trainer_svc.megatron.adapter_load import load_adapter
-from trainer_svc.megatron.export import TORCH_DTYPES, export_to_file, export_to_peft_dir
-from trainer_svc.megatron.lora import add_lora, lora_modules, trainable_parameters
-from trainer_svc.megatron.model import build_model, hidden_states, output_logits
+from trainer_svc.megatron.adapter_io.export import TORCH_DTYPES, export_to_file, export_to_peft_dir
+from trainer_svc.megatron.adapter_io.load import load_adapter
+from trainer_svc.megatron.lora.layers import add_lora, lora_modules, trainable_parameters
+from trainer_svc.megatron.model.build import build_model, hidden_states, output_logits
 from trainer_svc.megatron.settings import LoraSettings
 
 pytestmark = pytest.mark.usefixtures("ranks")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer_svc.megatron import names
-from trainer_svc.megatron.names import FC1, FC2, PROJ, QKV, Heads
+from trainer_svc.megatron.model import names
+from trainer_svc.megatron.model.names import FC1, FC2, PROJ, QKV, Heads
 
 GQA = Heads(heads=8, groups=2, head_dim=4)
 

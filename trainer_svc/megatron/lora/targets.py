@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from common.errors import ConfigError
-from trainer_svc.megatron.names import LINEARS, module_name
+from trainer_svc.megatron.model.names import LINEARS, module_name
 
 
 def resolve_targets(targets: str | Iterable[str], *, num_layers: int) -> frozenset[str]:

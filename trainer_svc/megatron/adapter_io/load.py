@@ -10,9 +10,10 @@ from torch import Tensor
 
 from common.errors import Incompatible
 from common.peft_dir import read_peft_dir
-from trainer_svc.megatron import names, parallel
-from trainer_svc.megatron.export import TORCH_DTYPES
-from trainer_svc.megatron.lora import LoraLinear, lora_modules
+from trainer_svc.megatron import parallel
+from trainer_svc.megatron.adapter_io.export import TORCH_DTYPES
+from trainer_svc.megatron.lora.layers import LoraLinear, lora_modules
+from trainer_svc.megatron.model import names
 from trainer_svc.megatron.settings import LoraSettings
 
 

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import ConfigError
-from trainer_svc.megatron import cpu, names, parallel
-from trainer_svc.megatron.architectures import BaseConfig, read_base_config
+from trainer_svc.megatron import device, parallel
+from trainer_svc.megatron.model import names
+from trainer_svc.megatron.model.architectures import BaseConfig, read_base_config
 
 _ROW_PARALLEL = (names.PROJ, names.FC2)
 
@@ -41,7 +42,7 @@ def build_model(model_dir: Path, *, dtype: torch.dtype) -> GPTModel:
         position_embedding_type="rope",
         rotary_base=base.rotary_base,
     )
-    model.to(device=cpu.compute_device(), dtype=dtype).requires_grad_(False)
+    model.to(device=device.compute_device(), dtype=dtype).requires_grad_(False)
     with open_weights(model_dir) as weights:
         load_weights(model, weights, heads=base.heads)
     return model
@@ -126,5 +127,5 @@ def _shard(name: str, parts: list[Tensor], *, heads: names.Heads) -> Tensor:
 
 def _layer_spec(base: BaseConfig) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(qk_layernorm=base.architecture.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = cpu.TorchAttention
+    spec.submodules.self_attention.submodules.core_attention = device.TorchAttention
     return spec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_svc.megatron import parallel
-from trainer_svc.megatron.lora import LoraLinear
+from trainer_svc.megatron.lora.layers import LoraLinear
 from trainer_svc.megatron.settings import TrainSettings
 
 
