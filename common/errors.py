@@ -70,6 +70,12 @@ class StagingFull(StagingFailed):
     code = StatusCode.RESOURCE_EXHAUSTED
 
 
+class CheckpointFailed(RefitError, OSError):
+    """A checkpoint could not be written; the one before is as it was."""
+
+    code = StatusCode.UNAVAILABLE
+
+
 class QueueFull(RefitError):
     """As many requests, or subscribers, as are taken are here already."""
 

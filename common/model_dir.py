@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from refit.v1 import version_pb2
 
@@ -17,10 +17,11 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """Frozen weights: their directory's name, and a SHA-256 in hex."""
+    """Frozen weights: their directory's name, a SHA-256 in hex, and where they lie here."""
 
     name: str
     fingerprint: str
+    path: Path | None = field(default=None, compare=False)
 
     def to_proto(self) -> version_pb2.BaseModel:
         return version_pb2.BaseModel(name=self.name, fingerprint=self.fingerprint)
@@ -47,17 +48,21 @@ def base_model(path: Path) -> BaseModel:
     total = hashlib.sha256()
     for name, digest in parts:
         total.update(name.encode() + b"\0" + digest)
-    return BaseModel(path.resolve().name, total.hexdigest())
+    return BaseModel(path.resolve().name, total.hexdigest(), path)
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file by name, and the byte that their offsets count from."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(header_bytes))
+    header.pop("__metadata__", None)
+    return header, 8 + header_bytes
 
 
 def _tensor_digests(path: Path) -> list[tuple[str, bytes]]:
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        return [
-            (name, _tensor_digest(file, 8 + header_bytes, item)) for name, item in header.items()
-        ]
+        header, data_start = read_header(file)
+        return [(name, _tensor_digest(file, data_start, item)) for name, item in header.items()]
 
 
 def _tensor_digest(file: BinaryIO, data_start: int, item: dict[str, list[int]]) -> bytes:

@@ -15,12 +15,15 @@ import shutil
 from pathlib import Path
 from typing import IO, Any
 
-from common.adapter import LoraConfig, Manifest
+from common.adapter import ExpertLayout, LoraConfig, Manifest
 from common.errors import StagingFailed, StagingFull
 from common.peft_checks import BASE_CHANGING_INITS
+from common.peft_names import EXPERT_PARAMETERS, EXPERTS
 from common.peft_reader import (
     CONFIG_FILE,
+    EXPERT_LAYOUT,
     HEADER_LENGTH_BYTES,
+    MODEL_FILE,
     WEIGHTS_FILE,
     PeftAdapter,
     read_peft_dir,
@@ -29,6 +32,7 @@ from common.peft_reader import (
 __all__ = [
     "BASE_CHANGING_INITS",
     "CONFIG_FILE",
+    "MODEL_FILE",
     "WEIGHTS_FILE",
     "PeftAdapter",
     "PeftWriter",
@@ -42,7 +46,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 class PeftWriter:
-    """A PEFT directory that is being written.
+    """A PEFT directory that is being written; of whole weights, one with `MODEL_FILE` alone.
 
         writer = PeftWriter(path, manifest)
         writer.write(0, flat_bytes)
@@ -62,7 +66,7 @@ class PeftWriter:
         header = _header(manifest)
         self._data_bytes = len(header)
         size = len(header) + sum(spec.size_bytes for spec in manifest.tensors)
-        config = json.dumps(peft_config(manifest.lora, base_model))
+        config = json.dumps(peft_config(manifest.lora, base_model)) if manifest.lora else None
         self._file, mapped = _create(path, config=config, weights_bytes=size)
         self._write(0, header)
         self.buffer = memoryview(mapped)[len(header) : len(header) + manifest.total_bytes]
@@ -98,11 +102,13 @@ class PeftWriter:
             raise _failure(self.path, error) from error
 
 
-def _create(path: Path, *, config: str, weights_bytes: int) -> tuple[IO[bytes], mmap.mmap]:
-    """Both files, the larger one open and mapped; on an error neither, nor their directory."""
+def _create(path: Path, *, config: str | None, weights_bytes: int) -> tuple[IO[bytes], mmap.mmap]:
+    """The files, the larger one open and mapped; on an error neither, nor their directory."""
     try:
         path.mkdir(parents=True)
         try:
+            if config is None:
+                return _allocate(path / MODEL_FILE, weights_bytes)
             (path / CONFIG_FILE).write_text(config)
             return _allocate(path / WEIGHTS_FILE, weights_bytes)
         except OSError:
@@ -137,7 +143,7 @@ def _allocate(path: Path, size_bytes: int) -> tuple[IO[bytes], mmap.mmap]:
 
 
 def _header(manifest: Manifest) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"} | _expert_layout(manifest)}
     end_bytes = manifest.total_bytes
     for spec in manifest.tensors:
         start = end_bytes if spec.alias_of else spec.offset_bytes
@@ -152,6 +158,15 @@ def _header(manifest: Manifest) -> bytes:
     return len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text
 
 
+def _expert_layout(manifest: Manifest) -> dict[str, str]:
+    """The tag of a file whose tensors each hold the factors of several experts."""
+    layouts = {spec.layout for spec in manifest.tensors}
+    for experts in (ExpertLayout.PACKED, ExpertLayout.FLAT, ExpertLayout.SWAPPED):
+        if layouts & set(experts.factors):
+            return {EXPERT_LAYOUT: experts.value}
+    return {}
+
+
 def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
     """The content of adapter_config.json."""
     return {
@@ -160,14 +175,15 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
         "base_model_name_or_path": base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": list(lora.target_modules),
+        "target_modules": [name for name in lora.target_modules if name != EXPERTS],
+        "target_parameters": list(EXPERT_PARAMETERS) if EXPERTS in lora.target_modules else None,
         "use_rslora": lora.use_rslora,
-        "use_dora": False,
+        "use_dora": lora.use_dora,
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
     }
 
 

@@ -9,13 +9,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorEntry, TensorSpec, plan, seal
+from common.adapter import (
+    Dtype,
+    ExpertLayout,
+    Layout,
+    LoraConfig,
+    Manifest,
+    TensorEntry,
+    TensorSpec,
+    plan,
+    seal,
+)
 from common.errors import ConfigError
-from common.peft_checks import check_pairs, lora_config, lora_factor, naturals
+from common.peft_checks import lora_config
+from common.peft_tensors import check_pairs, expert_layout, lora_factor, naturals
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+MODEL_FILE = "model.safetensors"
 HEADER_LENGTH_BYTES = 8
+EXPERT_LAYOUT = "expert_layout"
+"""Key in the metadata of a safetensors file; the value is that of an `ExpertLayout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +53,17 @@ def read_peft_dir(path: Path, *, base_fingerprint: str) -> PeftAdapter:
     """Read an adapter in the order of its file, tensors with equal bytes as aliases.
 
     Raises:
-        ConfigError: a file is missing or malformed, or the adapter is of a kind that vLLM's LoRA
-            slots cannot serve.
+        ConfigError: a file is missing or malformed, or the adapter is of a kind that this system
+            does not know.
     """
     config = path / CONFIG_FILE
     lora = lora_config(config, _json_object(config, _read(config), what="JSON"))
     weights = path / WEIGHTS_FILE
-    header, data = _read_safetensors(weights)
-    stored = [_stored(weights, name, item, rank=lora.rank) for name, item in header.items()]
+    header, metadata, data = _read_safetensors(weights)
+    experts = expert_layout(weights, header, tag=metadata.get(EXPERT_LAYOUT))
+    stored = [_stored(weights, name, item, lora, experts) for name, item in header.items()]
     _check_cover(weights, stored, len(data))
-    check_pairs(weights, (tensor.entry for tensor in stored))
+    check_pairs(weights, (tensor.entry for tensor in stored), use_dora=lora.use_dora)
     sources = {tensor.entry.name: data[tensor.start : tensor.end] for tensor in stored}
     return _pack(base_fingerprint, lora, plan(_entries(stored, sources)), sources)
 
@@ -76,7 +91,8 @@ def _pack(
     return PeftAdapter(Manifest(base_fingerprint, lora, seal(specs, buffer)), buffer.toreadonly())
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], memoryview]:
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any], memoryview]:
+    """The tensors' entries in its header, its metadata, and its data."""
     content = memoryview(_read(path))
     header_bytes = int.from_bytes(content[:HEADER_LENGTH_BYTES], "little")
     data_start = HEADER_LENGTH_BYTES + header_bytes
@@ -87,19 +103,21 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], memoryview]:
         )
     text = bytes(content[HEADER_LENGTH_BYTES:data_start])
     header = _json_object(path, text, what="a safetensors header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     if not header:
         raise ConfigError(f"{path}: holds no tensor; save the adapter's weights in it")
-    return header, content[data_start:]
+    return header, metadata if isinstance(metadata, dict) else {}, content[data_start:]
 
 
-def _stored(path: Path, name: str, item: Any, *, rank: int) -> _Stored:
+def _stored(path: Path, name: str, item: Any, lora: LoraConfig, experts: ExpertLayout) -> _Stored:
     missing = {"dtype", "shape", "data_offsets"} - set(item if isinstance(item, dict) else ())
     if missing:
         raise ConfigError(
             f"{path}: tensor {name!r} lacks {', '.join(sorted(missing))}; write the file again"
         )
-    entry = lora_factor(path, name, dtype=item["dtype"], shape=item["shape"], rank=rank)
+    entry = lora_factor(
+        path, name, dtype=item["dtype"], shape=item["shape"], lora=lora, experts=experts
+    )
     size_bytes = math.prod(entry.shape) * entry.dtype.itemsize
     return _Stored(entry, *_offsets(path, name, item["data_offsets"], size_bytes))
 

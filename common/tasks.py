@@ -26,6 +26,15 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def see_through(work: Coroutine[Any, Any, T]) -> T:
+    """The result of what must not stop half-way; a cancellation is raised once it has ended."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait([running])
+
+
 def stop_requested() -> asyncio.Event:
     """Set by SIGTERM or SIGINT, once called inside a running loop."""
     event = asyncio.Event()

@@ -14,14 +14,16 @@ from refit.v1 import adapter_pb2, tensor_pb2, version_pb2
 from common.adapter import (
     AdapterRef,
     Canary,
-    CanarySequence,
     Dtype,
+    Kind,
     Layout,
     LoraConfig,
     Manifest,
     TensorSpec,
 )
+from common.canary_wire import canary_from_proto, canary_to_proto
 from common.errors import CorruptUpdate, InvalidField
+from common.lora_wire import lora_from_proto, lora_to_proto
 
 CHUNK_BYTES = 1 << 20
 """Measured optimum for grpc.aio streams, and well under gRPC's default message limit of 4 MiB."""
@@ -39,12 +41,17 @@ _DTYPES = {
     Dtype.BFLOAT16: tensor_pb2.DTYPE_BFLOAT16,
     Dtype.FLOAT16: tensor_pb2.DTYPE_FLOAT16,
 }
-_LAYOUTS = {
-    Layout.LORA_A: tensor_pb2.TENSOR_LAYOUT_LORA_A,
-    Layout.LORA_B: tensor_pb2.TENSOR_LAYOUT_LORA_B,
+_LAYOUTS: dict[Layout, tensor_pb2.TensorLayout] = {
+    layout: getattr(tensor_pb2, f"TENSOR_LAYOUT_{layout.name}") for layout in Layout
+}
+_KINDS = {
+    Kind.LORA: adapter_pb2.ADAPTER_KIND_LORA,
+    Kind.MERGED: adapter_pb2.ADAPTER_KIND_MERGED,
+    Kind.BASE: adapter_pb2.ADAPTER_KIND_BASE,
 }
 _DTYPES_IN = {value: key for key, value in _DTYPES.items()}
 _LAYOUTS_IN = {value: key for key, value in _LAYOUTS.items()}
+_KINDS_IN = {value: key for key, value in _KINDS.items()}
 
 
 def crc32c(data: bytes | memoryview) -> int:
@@ -60,6 +67,26 @@ def dtype_from_proto(dtype: tensor_pb2.Dtype, *, field: str) -> Dtype:
     if dtype not in _DTYPES_IN:
         raise InvalidField(f"{field}: {dtype} is no known dtype; send one of {sorted(_DTYPES_IN)}")
     return _DTYPES_IN[dtype]
+
+
+def layout_to_proto(layout: Layout) -> tensor_pb2.TensorLayout:
+    return _LAYOUTS[layout]
+
+
+def layout_from_proto(layout: tensor_pb2.TensorLayout, *, field: str) -> Layout:
+    if layout not in _LAYOUTS_IN:
+        raise InvalidField(f"{field}: {layout} is no known layout; send one of its enum")
+    return _LAYOUTS_IN[layout]
+
+
+def kind_to_proto(kind: Kind) -> adapter_pb2.AdapterKind:
+    return _KINDS[kind]
+
+
+def kind_from_proto(kind: adapter_pb2.AdapterKind, *, field: str) -> Kind:
+    if kind not in _KINDS_IN:
+        raise InvalidField(f"{field}: {kind} is no known kind; send one of {sorted(_KINDS_IN)}")
+    return _KINDS_IN[kind]
 
 
 def ref_to_proto(ref: AdapterRef) -> version_pb2.AdapterRef:
@@ -93,18 +120,13 @@ def manifest_to_proto(
     lora, specs = manifest.lora, manifest.tensors
     message = adapter_pb2.AdapterManifest(
         ref=ref_to_proto(ref),
-        kind=adapter_pb2.ADAPTER_KIND_LORA,
+        kind=_KINDS[manifest.kind],
         base_fingerprint=manifest.base_fingerprint,
-        lora=adapter_pb2.LoraConfig(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            target_modules=lora.target_modules,
-            use_rslora=lora.use_rslora,
-        ),
+        lora=lora_to_proto(lora) if lora else None,
         tensors=map(_spec_to_proto, specs[:page_tensors]),
         total_bytes=manifest.total_bytes,
         tensor_count=len(specs),
-        canary=_canary_to_proto(canary) if canary else None,
+        canary=canary_to_proto(canary) if canary else None,
     )
     pages = (
         adapter_pb2.ManifestTensors(tensors=map(_spec_to_proto, specs[at : at + page_tensors]))
@@ -140,18 +162,15 @@ class ManifestReader:
 
     def __init__(self, msg: adapter_pb2.AdapterManifest) -> None:
         self.ref = ref_from_proto(msg.ref)
-        if msg.kind != adapter_pb2.ADAPTER_KIND_LORA:
-            raise InvalidField(
-                f"manifest.kind: {msg.kind}; this version takes ADAPTER_KIND_LORA only"
-            )
+        self.kind = kind_from_proto(msg.kind, field="manifest.kind")
         if not 0 < msg.tensor_count <= MAX_TENSORS:
             raise InvalidField(
                 f"manifest.tensor_count: {msg.tensor_count}; give 1 to {MAX_TENSORS}"
             )
-        self.canary = _canary_from_proto(msg.canary) if msg.HasField("canary") else None
+        self.canary = canary_from_proto(msg.canary) if msg.HasField("canary") else None
         self.delta_base = ref_from_proto(msg.delta_base) if msg.HasField("delta_base") else None
-        self._base_fingerprint = msg.base_fingerprint
-        self._lora = _lora_from_proto(msg.lora)
+        self.base_fingerprint = msg.base_fingerprint
+        self._lora = self._read_lora(msg)
         self._tensor_count, self._total_bytes = msg.tensor_count, msg.total_bytes
         self._specs: dict[str, TensorSpec] = {}
         self._end_bytes = 0
@@ -167,11 +186,26 @@ class ManifestReader:
             raise InvalidField("manifest.tensors: empty; every page has at least one tensor")
         for tensor in page.tensors:
             spec = _spec_from_proto(tensor, self._specs, self._end_bytes)
+            self._check_layout(spec)
             self._specs[spec.name] = spec
             self._end_bytes += 0 if spec.alias_of else spec.size_bytes
         if len(self._specs) > self._tensor_count:
             raise InvalidField(
                 f"manifest.tensor_count: {self._tensor_count}, but {len(self._specs)} tensors came"
+            )
+
+    def _read_lora(self, msg: adapter_pb2.AdapterManifest) -> LoraConfig | None:
+        if self.kind is Kind.LORA:
+            return lora_from_proto(msg.lora)
+        if msg.HasField("lora"):
+            raise InvalidField(f"manifest.lora: set with kind {self.kind.name}; leave it out")
+        return None
+
+    def _check_layout(self, spec: TensorSpec) -> None:
+        if (spec.layout is Layout.WEIGHT) is (self.kind is Kind.LORA):
+            raise InvalidField(
+                f"manifest.tensors ({spec.name!r}): layout {spec.layout.name} with kind "
+                f"{self.kind.name}; a LORA version holds factors, any other whole weights"
             )
 
     def manifest(self) -> Manifest:
@@ -181,7 +215,8 @@ class ManifestReader:
             InvalidField: the sizes do not add up.
             CorruptUpdate: the content's digest is not the one that `ref` names.
         """
-        manifest = Manifest(self._base_fingerprint, self._lora, tuple(self._specs.values()))
+        specs = tuple(self._specs.values())
+        manifest = Manifest(self.base_fingerprint, self._lora, specs, self.kind)
         if self._end_bytes != self._total_bytes:
             raise InvalidField(
                 f"manifest.total_bytes: {self._total_bytes}, but the tensors sum to "
@@ -193,44 +228,6 @@ class ManifestReader:
                 "publish it again as a new version"
             )
         return manifest
-
-
-def _canary_to_proto(canary: Canary) -> adapter_pb2.Canary:
-    return adapter_pb2.Canary(
-        sequences=[
-            adapter_pb2.CanarySequence(token_ids=s.token_ids, logprobs=s.logprobs)
-            for s in canary.sequences
-        ],
-        max_difference=canary.max_difference,
-    )
-
-
-def _canary_from_proto(msg: adapter_pb2.Canary) -> Canary:
-    if not 0 < msg.max_difference < float("inf"):
-        raise InvalidField(
-            f"manifest.canary.max_difference: {msg.max_difference}; it must be above 0 and finite"
-        )
-    for sequence in msg.sequences:
-        if len(sequence.token_ids) < 2 or len(sequence.logprobs) != len(sequence.token_ids) - 1:
-            raise InvalidField(
-                f"manifest.canary: {len(sequence.token_ids)} token_ids with "
-                f"{len(sequence.logprobs)} logprobs; give at least two, and a logprob for each "
-                "but the first"
-            )
-    if not msg.sequences:
-        raise InvalidField("manifest.canary.sequences: empty; leave the canary out instead")
-    sequences = tuple(CanarySequence(tuple(s.token_ids), tuple(s.logprobs)) for s in msg.sequences)
-    return Canary(sequences, msg.max_difference)
-
-
-def _lora_from_proto(msg: adapter_pb2.LoraConfig) -> LoraConfig:
-    if msg.rank < 1:
-        raise InvalidField(f"manifest.lora.rank: {msg.rank}; a LoRA rank is at least 1")
-    if not 0 < msg.alpha < float("inf"):
-        raise InvalidField(f"manifest.lora.alpha: {msg.alpha}; it must be above 0 and finite")
-    if not msg.target_modules:
-        raise InvalidField("manifest.lora.target_modules: empty; name the adapted projections")
-    return LoraConfig(msg.rank, msg.alpha, tuple(msg.target_modules), msg.use_rslora)
 
 
 def _spec_from_proto(
@@ -247,8 +244,8 @@ def _spec_from_proto(
         fail(f"{msg.dtype} is no known dtype; send one of {sorted(_DTYPES_IN)}")
     if layout is None:
         fail(f"layout {msg.layout} is none this version knows")
-    if len(shape) != 2 or min(shape) < 1:
-        fail(f"shape {list(shape)}; LoRA factors have two dimensions")
+    if min(shape, default=1) < 1 or layout.dimensions not in (None, len(shape)):
+        fail(f"shape {list(shape)}; {layout.value} has {layout.dimensions} dimensions above 0")
     if len(digest) != 32:
         fail(f"digest has {len(digest)} bytes instead of 32")
     source = earlier.get(alias_of)

@@ -8,35 +8,28 @@ import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
-from common.adapter import AdapterRef
+from common.adapter import AdapterRef, Kind
 from common.errors import (
     AdapterNotFound,
     AlreadyExists,
-    Incompatible,
     NotHeld,
     RefitError,
     Unavailable,
     WaitExpired,
 )
+from common.model_dir import BaseModel
 from common.signal import Signal
 from common.stream.content import Content
+from common.tasks import see_through
+from rollout_svc.binding import refuse_unbound
 from rollout_svc.canary import check_canary
-from rollout_svc.engine import BoundReport, Engine, EngineAdapter
+from rollout_svc.engine import Engine, EngineAdapter
 from rollout_svc.retention import LiveAdapter, Retention, current, slots_used
 from rollout_svc.selector import Rule, Selector
-
-_NAMED_TENSORS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What each rank bound; nothing when the version was served already, or is an alias."""
-
-    reports: list[BoundReport]
-    canary_difference: float | None = None
+from rollout_svc.weights import Committed, EngineWeights
 
 
 @dataclass(slots=True)
@@ -50,25 +43,32 @@ class AdapterRegistry:
     `run` unloads what is no longer needed and must be running.
 
     Args:
+        base: the model that adapters here belong to.
+        base_missing: its weights are not here yet.
         slots: LoRA slots of the engine. At most this many minus one are loaded between commits,
             so that a load never evicts an adapter (vllm#47724).
         keep_versions: newest versions of an adapter that stay committed.
     """
 
     engine: Engine
+    base: InitVar[BaseModel]
     slots: int
     keep_versions: int
     slot_wait_seconds: float
+    base_missing: InitVar[bool] = False
     first_commit: asyncio.Event = field(default_factory=asyncio.Event)
     _live: list[LiveAdapter] = field(default_factory=list)
     _unloading: set[int] = field(default_factory=set)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    _changed: Signal = field(default_factory=Signal)
+    weights: EngineWeights = field(init=False)
+    _changed: Signal = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _retention: Retention = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, base: BaseModel, base_missing: bool) -> None:
+        self.weights = EngineWeights(self.engine, base, missing=base_missing)
+        self._changed = self.weights.changed
         self._retention = Retention(slots=self.slots, keep_versions=self.keep_versions)
 
     def listing(self, *, source: str | None = None) -> list[AdapterRef]:
@@ -79,14 +79,23 @@ class AdapterRegistry:
         """The bytes of the versions served, oldest commit first."""
         return [live.content for live in current(self._live)]
 
+    def check_fits(self, kind: Kind, base_fingerprint: str, *, source: str) -> None:
+        """Raises `Incompatible` where such a version cannot be served beside what is here."""
+        adapters = [live.ref for live in current(self._live) if live.lora]
+        self.weights.check_fits(kind, base_fingerprint, source=source, adapters=adapters)
+
     async def commit(self, content: Content, path: Path, *, source: str) -> Committed:
-        """Load the PEFT directory `path` and serve it; the directory is the registry's from here.
+        """Load the staged directory `path` and serve it; it is the registry's from here.
+
+        A merged version waits for every running request to end, and takes the place of the one
+        before it. The base's own weights are loaded, and not listed.
 
         A failed commit changes no listing and removes `path`.
 
         Raises:
             AlreadyExists: the version is known with another digest.
-            Incompatible: a tensor found no module, or the engine refused the adapter.
+            Incompatible: a tensor found no module, the engine refused the version, or it does not
+                go with what is served here.
             CanaryRefused: its log-probabilities are not the trainer's.
             Unavailable: no slot came free in time, or the engine is gone.
         """
@@ -94,7 +103,8 @@ class AdapterRegistry:
             async with self._commit_lock:
                 return await self._commit(content, path, source)
         except BaseException:
-            await asyncio.to_thread(_remove, path)
+            if all(live.loaded.path != path for live in self._live):
+                await asyncio.to_thread(_remove, path)
             raise
 
     async def _commit(self, content: Content, path: Path, source: str) -> Committed:
@@ -103,13 +113,30 @@ class AdapterRegistry:
             served.superseded = False
             await asyncio.to_thread(_remove, path)
             return Committed([])
+        self.check_fits(content.manifest.kind, content.manifest.base_fingerprint, source=source)
+        if content.manifest.kind is not Kind.LORA:
+            async with self.weights.unused(wait_seconds=self.slot_wait_seconds):
+                return await see_through(self._replace_weights(content, path, source))
+        return await self._load(content, path, source)
+
+    async def _replace_weights(self, content: Content, path: Path, source: str) -> Committed:
+        committed = await self.weights.load(content, path, source=source)
+        if content.manifest.kind is Kind.BASE:
+            await asyncio.to_thread(_remove, path)
+            return committed
+        for live in self._live:
+            live.retired = True
+        self._serve(LiveAdapter(content, self._named(content.ref, path), source))
+        return committed
+
+    async def _load(self, content: Content, path: Path, source: str) -> Committed:
+        ref = content.ref
         self._retention.check_room(ref, self._live, source=source)
         await self._wait(self._has_free_slot, self.slot_wait_seconds, self._slots_are_taken)
-        name = f"{ref.adapter}@{ref.version}-{ref.digest.hex()[:16]}"
-        loaded = EngineAdapter(next(self._ids), name, path)
+        loaded = self._named(ref, path)
         try:
             reports = await self.engine.load(loaded)
-            _refuse_unbound(ref, reports)
+            refuse_unbound(ref, reports)
             difference = None
             if content.canary:
                 difference = await check_canary(self.engine, loaded, content.canary, ref=ref)
@@ -120,6 +147,10 @@ class AdapterRegistry:
             raise
         self._serve(LiveAdapter(content, loaded, source))
         return Committed(reports, difference)
+
+    def _named(self, ref: AdapterRef, path: Path) -> EngineAdapter:
+        name = f"{ref.adapter}@{ref.version}-{ref.digest.hex()[:16]}"
+        return EngineAdapter(next(self._ids), name, path)
 
     async def alias(self, ref: AdapterRef, *, source: str) -> None:
         """Serve `ref` by the version that has the same digest; nothing is loaded.
@@ -178,24 +209,30 @@ class AdapterRegistry:
 
         Raises:
             AdapterNotFound: no such adapter, or not that version.
-            WaitExpired: AT_LEAST did not see its version within `wait_seconds`.
+            Incompatible: the base is asked for, and its weights are not here.
+            WaitExpired: AT_LEAST did not see its version within `wait_seconds`, or the weights
+                were being replaced for so long.
         """
-        if selector.rule is Rule.BASE:
-            yield None
-            return
-        if selector.rule is Rule.AT_LEAST:
-            await self._wait(
-                lambda: selector.pick(self.listing()) is not None,
-                wait_seconds,
-                lambda: WaitExpired(f"adapter: {selector} did not arrive; {self._what_is_here()}"),
-            )
-        live = self._find(selector)
-        live.pins += 1
-        try:
-            yield live
-        finally:
-            live.pins -= 1
-            self._idle.set()
+        await self._wait(
+            lambda: self.weights.open and self._has_arrived(selector),
+            wait_seconds,
+            lambda: WaitExpired(f"adapter: {selector} did not arrive; {self._what_is_here()}"),
+        )
+        with self.weights.used():
+            if selector.rule is Rule.BASE:
+                self.weights.check_base()
+                yield None
+                return
+            live = self._find(selector)
+            live.pins += 1
+            try:
+                yield live
+            finally:
+                live.pins -= 1
+                self._idle.set()
+
+    def _has_arrived(self, selector: Selector) -> bool:
+        return selector.rule is not Rule.AT_LEAST or selector.pick(self.listing()) is not None
 
     def _find(self, selector: Selector) -> LiveAdapter:
         ref = selector.pick(self.listing())
@@ -215,16 +252,19 @@ class AdapterRegistry:
         for live in [live for live in self._live if live.retired and not live.pins]:
             self._live.remove(live)
             if all(other.loaded is not live.loaded for other in self._live):
-                await self._unload(live.loaded)
+                await self._unload(live)
             self._notify()
 
-    async def _unload(self, loaded: EngineAdapter) -> None:
-        self._unloading.add(loaded.id)
+    async def _unload(self, live: LiveAdapter) -> None:
+        if not live.lora:
+            await asyncio.to_thread(_remove, live.loaded.path)
+            return
+        self._unloading.add(live.lora.id)
         try:
-            await self.engine.unload(loaded.id)
-            await asyncio.to_thread(_remove, loaded.path)
+            await self.engine.unload(live.lora.id)
+            await asyncio.to_thread(_remove, live.loaded.path)
         finally:
-            self._unloading.remove(loaded.id)
+            self._unloading.remove(live.lora.id)
 
     async def _wait(
         self, ready: Callable[[], bool], seconds: float, expired: Callable[[], Exception]
@@ -251,22 +291,6 @@ class AdapterRegistry:
 
 def _same_version(one: AdapterRef, other: AdapterRef) -> bool:
     return (one.run_id, one.adapter, one.version) == (other.run_id, other.adapter, other.version)
-
-
-def _refuse_unbound(ref: AdapterRef, reports: list[BoundReport]) -> None:
-    """A tensor counts as bound when every rank of one pipeline stage has taken it."""
-    if errors := [report.error for report in reports if report.error]:
-        raise Incompatible(f"adapter {ref}: the engine refused it: {errors[0]}")
-    stages: dict[int, set[str]] = {}
-    for report in reports:
-        stages.setdefault(report.stage, set()).update(report.unbound)
-    unbound = sorted(set.intersection(*stages.values()))
-    if unbound:
-        more = f" and {len(unbound) - _NAMED_TENSORS} more" if len(unbound) > _NAMED_TENSORS else ""
-        raise Incompatible(
-            f"adapter {ref}: {len(unbound)} tensors found no module: "
-            f"{', '.join(unbound[:_NAMED_TENSORS])}{more}; train it on this replica's base model"
-        )
 
 
 def _remove(path: Path) -> None:

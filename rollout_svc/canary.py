@@ -14,7 +14,7 @@ _DEADLINE_SECONDS = 60.0
 
 
 async def check_canary(
-    engine: Engine, adapter: EngineAdapter, canary: Canary, *, ref: AdapterRef
+    engine: Engine, adapter: EngineAdapter | None, canary: Canary, *, ref: AdapterRef
 ) -> float:
     """Score the canary's sequences; the mean absolute difference over all their tokens.
 

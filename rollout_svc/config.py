@@ -60,10 +60,12 @@ class RolloutConfig(Config):
     """Newest versions of an adapter that requests may ask for; running ones keep theirs anyway."""
 
     slot_wait_seconds: float = Field(default=120.0, gt=0)
-    """How long an update waits for running requests to free a slot before it is refused."""
+    """How long an update waits for running requests to free a slot, or all of them to end where it
+    replaces the engine's weights, before it is refused."""
 
     max_update_bytes: int = Field(default=4 << 30, gt=0)
-    """Largest adapter that is accepted, in bytes."""
+    """Largest update that is accepted, in bytes; one of merged weights, or of the base, is a whole
+    model. `staging_dir` holds it, and the one before until that is replaced."""
 
     max_requests: int = Field(default=1024, ge=1)
     """Generate calls that run or wait at once; one more is refused with RESOURCE_EXHAUSTED."""
@@ -77,6 +79,8 @@ class RolloutConfig(Config):
     engine: dict[str, Any] = Field(default_factory=dict)
     """Passed on to vLLM's AsyncEngineArgs, by its own names, e.g. {"max_model_len": 2048}.
 
+    With {"load_format": "dummy"} `model` needs no weights: the trainer sends them.
+
     Two defaults differ from vLLM's: `hf_overrides = {head_dtype = "float32"}`, which keeps logits
     from being rounded, and on a CPU `block_size = 32`.
     """
@@ -88,6 +92,20 @@ class RolloutConfig(Config):
             raise ValueError(
                 f"advertised_address: empty while host is {self.host}; give the host:port at which "
                 "the trainer reaches this replica"
+            )
+        return self
+
+    @property
+    def starts_without_weights(self) -> bool:
+        """Whether the base's weights have to be sent: vLLM fills the model with random ones."""
+        return self.engine.get("load_format") == "dummy"
+
+    @model_validator(mode="after")
+    def _weights_come_from_somewhere(self) -> RolloutConfig:
+        if self.starts_without_weights and not self.trainer_address:
+            raise ValueError(
+                "engine.load_format: dummy without a trainer_address; nobody would send the "
+                "weights, so name a trainer"
             )
         return self
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from common.adapter import Dtype
+from common.adapter import Dtype, ExpertLayout, Kind, Layout
 from common.errors import Unavailable
 from rollout_svc.sampling import Sampling
 
@@ -27,6 +27,8 @@ class Capabilities:
     max_loras: int
     max_model_len: int
     vocab_size: int
+    kinds: tuple[Kind, ...] = (Kind.LORA,)
+    layouts: tuple[Layout, ...] = ExpertLayout.PER_EXPERT.factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,15 @@ class Engine(Protocol):
 
     async def unload(self, adapter_id: int) -> None:
         """Free the slot on every rank; without effect when it is not loaded."""
+
+    async def check_weights(self, path: Path) -> list[BoundReport]:
+        """Find a parameter for every tensor of a staged model, on every rank; nothing changes."""
+
+    async def load_weights(self, path: Path | None) -> list[BoundReport]:
+        """Put a staged model in the place of the engine's own weights; None: what it started on.
+
+        Nothing may be generated meanwhile. After an error the weights are of no use.
+        """
 
     def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
         """Stream tokens; closing the generator ends the request in the engine.

@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvloop
 
-from common.model_dir import base_model
+from common.model_dir import BaseModel, base_model
 from common.tasks import stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.replica import Replica
@@ -39,7 +39,10 @@ async def serve(config: RolloutConfig) -> None:
     """
     stop = stop_requested()
     config.security.check()
-    base = base_model(config.model)
+    without_weights = config.starts_without_weights
+    base = (
+        BaseModel(config.model.resolve().name, "") if without_weights else base_model(config.model)
+    )
     replica_id = uuid.uuid4().hex
     with staging_folder(config.staging_dir, replica_id) as staging:
         set_engine_defaults()

@@ -24,7 +24,6 @@ class Relay:
     """Serves the versions of this replica to at most `max_children` others."""
 
     registry: AdapterRegistry
-    base_fingerprint: str
     max_children: int
     pace: Pace = field(default_factory=Pace)
     _arriving: list[Content] = field(default_factory=list)
@@ -82,10 +81,11 @@ class Relay:
     def _admit(self, request: adapter_pb2.AdapterUpdateRequest) -> _Child:
         if not request.run_id:
             raise InvalidField("run_id: empty; say which run to relay, as the trainer did")
-        if request.base_model.fingerprint != self.base_fingerprint:
+        fingerprint = self.registry.weights.base.fingerprint
+        if request.base_model.fingerprint != fingerprint:
             raise Incompatible(
                 f"base_model: fingerprint {request.base_model.fingerprint!r}, this relay serves "
-                f"{self.base_fingerprint!r}; take another parent"
+                f"{fingerprint!r}; take another parent"
             )
         if len(self._children) >= self.max_children:
             raise QueueFull(

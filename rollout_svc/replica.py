@@ -16,13 +16,14 @@ from refit.v1 import (
     version_pb2_grpc,
 )
 
+from common.adapter import Kind
 from common.errors import RefitError
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
 from common.prometheus import metrics_served
 from common.stream.frames import add_adapter_service
 from common.tasks import gather_or_cancel
-from common.wire import dtype_to_proto, ref_to_proto
+from common.wire import dtype_to_proto, kind_to_proto, layout_to_proto, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import Engine
@@ -54,22 +55,20 @@ class Replica:
         replica_id: str,
         staging: Path,
     ) -> None:
-        self._config, self._engine, self._base = config, engine, base
+        self._config, self._engine = config, engine
         self._replica_id, self._staging = replica_id, staging
         self._metrics = Metrics()
         self._requests = RunningRequests(abort=engine.abort, max_requests=config.max_requests)
         self._hold = GenerationHold(engine)
         self._registry = AdapterRegistry(
             engine=engine,
+            base=base,
+            base_missing=config.starts_without_weights,
             slots=config.max_loras,
             keep_versions=config.keep_versions,
             slot_wait_seconds=config.slot_wait_seconds,
         )
-        self._relay = Relay(
-            registry=self._registry,
-            base_fingerprint=base.fingerprint,
-            max_children=config.max_children,
-        )
+        self._relay = Relay(registry=self._registry, max_children=config.max_children)
 
     async def serve(self, stopped: asyncio.Event) -> None:
         """Serve until `stopped`, then let running generations end within the grace.
@@ -132,7 +131,7 @@ class Replica:
             server,
         )
         version_pb2_grpc.add_VersionServiceServicer_to_server(
-            VersionServicer(engine=self._engine, registry=self._registry, base=self._base), server
+            VersionServicer(engine=self._engine, registry=self._registry), server
         )
         add_adapter_service(RelayServicer(self._relay), server)
 
@@ -149,6 +148,7 @@ class Replica:
         while True:
             await asyncio.sleep(_HEALTH_CHECK_SECONDS)
             await self._engine.check_health()
+            self._registry.weights.check_whole()
 
     def _subscribers(self, server: GrpcServer) -> list[Subscriber]:
         return [
@@ -163,7 +163,8 @@ class Replica:
     async def _follow(self, number: int, subscriber: Subscriber) -> None:
         capabilities = self._engine.capabilities
         limits = Limits(
-            base_fingerprint=self._base.fingerprint,
+            kinds=frozenset(capabilities.kinds),
+            layouts=frozenset(capabilities.layouts),
             max_rank=capabilities.max_rank,
             target_modules=frozenset(capabilities.target_modules),
             dtypes=frozenset(capabilities.dtypes),
@@ -184,11 +185,13 @@ class Replica:
     def _subscription(
         self, server: GrpcServer, trainer_address: str
     ) -> adapter_pb2.AdapterUpdateRequest:
-        capabilities = self._engine.capabilities
+        capabilities, weights = self._engine.capabilities, self._registry.weights
+        # Once a merged version has taken the base's place, only another one can take that.
+        kinds = (Kind.MERGED,) if weights.merged_from else capabilities.kinds
         return adapter_pb2.AdapterUpdateRequest(
             replica_id=self._replica_id,
             advertised_address=self._config.advertised_address or server.address,
-            base_model=self._base.to_proto(),
+            base_model=weights.base.to_proto(),
             capabilities=adapter_pb2.ReplicaCapabilities(
                 max_rank=capabilities.max_rank,
                 target_modules=capabilities.target_modules,
@@ -196,6 +199,9 @@ class Replica:
                 max_loras=capabilities.max_loras,
                 encodings=[adapter_pb2.ENCODING_HELD, adapter_pb2.ENCODING_DELTA_ZSTD],
                 relay=self._config.max_children > 0,
+                kinds=map(kind_to_proto, kinds),
+                layouts=map(layout_to_proto, capabilities.layouts),
+                needs_base=weights.missing,
             ),
             held=[ref_to_proto(ref) for ref in self._registry.listing(source=trainer_address)],
         )

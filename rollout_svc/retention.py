@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.adapter import AdapterRef
+from common.adapter import AdapterRef, Kind
 from common.errors import Unavailable
 from common.stream.content import Content
 from rollout_svc.engine import EngineAdapter
@@ -30,6 +30,11 @@ class LiveAdapter:
     @property
     def ref(self) -> AdapterRef:
         return self.content.ref
+
+    @property
+    def lora(self) -> EngineAdapter | None:
+        """What sits in a LoRA slot; None where the engine's own weights are this version."""
+        return self.loaded if self.content.manifest.kind is Kind.LORA else None
 
     def replaces(self, other: LiveAdapter) -> bool:
         """Whether it is another version of the same adapter, or of another run of its trainer."""
@@ -91,7 +96,7 @@ def slots_used(lives: Iterable[LiveAdapter]) -> int:
 
 
 def _slots(lives: Iterable[LiveAdapter]) -> set[int]:
-    return {live.loaded.id for live in lives}
+    return {live.loaded.id for live in lives if live.lora}
 
 
 def _key(live: LiveAdapter) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from refit.v1 import rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grpc
 
 from common.grpc_server import Context
-from common.model_dir import BaseModel
 from common.version import API_VERSION, git_revision, service_version
 from common.wire import ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
@@ -25,7 +24,7 @@ from rollout_svc.selector import selector_from_proto
 
 _LONGEST_WAIT_SECONDS = 300.0
 _BASE_SALT = "base"
-_CAPABILITIES = ("lora", "processed_logprobs", "version_rules", "pause_lease")
+_CAPABILITIES = ("lora", "merged", "base", "processed_logprobs", "version_rules", "pause_lease")
 _FINISH_REASONS = {
     FinishReason.STOP: rollout_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
@@ -84,7 +83,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     request_id=request_id,
                     prompt_token_ids=prompt,
                     sampling=sampling,
-                    adapter=live.loaded if live else None,
+                    adapter=live.lora if live else None,
                     cache_salt=live.ref.digest.hex() if live else _BASE_SALT,
                 ),
                 ref_to_proto(live.ref) if live else None,
@@ -116,7 +115,6 @@ class VersionServicer(version_pb2_grpc.VersionServiceServicer):
 
     engine: Engine
     registry: AdapterRegistry
-    base: BaseModel
 
     async def GetVersion(
         self, request: version_pb2.GetVersionRequest, context: Context
@@ -129,7 +127,7 @@ class VersionServicer(version_pb2_grpc.VersionServiceServicer):
             engine="vllm",
             engine_version=self.engine.version,
             capabilities=_CAPABILITIES,
-            base_model=self.base.to_proto(),
+            base_model=self.registry.weights.base.to_proto(),
             adapters=[ref_to_proto(ref) for ref in self.registry.listing()],
         )
 

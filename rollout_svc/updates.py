@@ -157,6 +157,7 @@ class UpdateApplier:
         if reader is None or not reader.complete:
             return
         self._reader = None
+        self.registry.check_fits(reader.kind, reader.base_fingerprint, source=self.source)
         held = self.registry.contents()
         if self._suspended is not None and self._suspended.ref == reader.ref:
             self._suspended.resume(reader, held=held)

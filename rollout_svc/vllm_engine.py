@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -22,7 +23,7 @@ from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from common.adapter import Dtype
+from common.adapter import Dtype, Kind
 from common.errors import InvalidField, RefitError, Unavailable
 from rollout_svc.chat import chat_token_ids
 from rollout_svc.config import RolloutConfig
@@ -41,6 +42,7 @@ from rollout_svc.sampling import Sampling
 from rollout_svc.vllm_environment import set_cpu_defaults
 
 _RPC_SECONDS = 60.0
+_RELOAD_SECONDS = 600.0
 # Prompt log-probabilities are of the raw distribution whatever the parameters; greedy, as vLLM
 # generates one token at least and this one shall draw no random number. vLLM itself reads no cached
 # prefix for them.
@@ -103,11 +105,22 @@ class VllmEngine:
         return self._llm.tokenizer
 
     async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
-        answers = await _rpc(
-            self._llm.collective_rpc(
-                "refit_load", args=(adapter.id, adapter.name, str(adapter.path))
-            )
+        return await self._report("refit_load", adapter.id, adapter.name, str(adapter.path))
+
+    async def check_weights(self, path: Path) -> list[BoundReport]:
+        return await self._report("refit_check_weights", str(path))
+
+    async def load_weights(self, path: Path | None) -> list[BoundReport]:
+        return await self._report(
+            "refit_load_weights", str(path or ""), within_seconds=_RELOAD_SECONDS
         )
+
+    async def _report(
+        self, method: str, *args: object, within_seconds: float = _RPC_SECONDS
+    ) -> list[BoundReport]:
+        """What the ranks answer to a method of the worker extension."""
+        call = self._llm.collective_rpc(method, args=args)
+        answers = await _rpc(call, within_seconds=within_seconds)
         return [
             BoundReport(
                 stage=answer["stage"],
@@ -194,13 +207,13 @@ async def _translated() -> AsyncIterator[None]:
         raise Unavailable("engine: it failed to generate; see its log") from error
 
 
-async def _rpc(call: Any) -> Any:
+async def _rpc(call: Any, *, within_seconds: float = _RPC_SECONDS) -> Any:
     """What a worker raises arrives as a plain `Exception`; the engine goes on after it."""
     try:
-        async with _translated(), asyncio.timeout(_RPC_SECONDS):
+        async with _translated(), asyncio.timeout(within_seconds):
             return await call
     except TimeoutError as error:
-        raise Unavailable(f"engine: no answer in {_RPC_SECONDS:.0f} s; retry later") from error
+        raise Unavailable(f"engine: no answer in {within_seconds:.0f} s; retry later") from error
     except RefitError:
         raise
     except Exception as error:
@@ -215,6 +228,8 @@ def _capabilities(config: RolloutConfig, llm: AsyncLLM, modules: Sequence[str]) 
         max_loras=config.max_loras,
         max_model_len=llm.model_config.max_model_len,
         vocab_size=llm.model_config.get_vocab_size(),
+        # Quantized weights are not those that a trainer has.
+        kinds=(Kind.LORA,) if llm.model_config.quantization else tuple(Kind),
     )
 
 

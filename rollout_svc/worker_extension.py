@@ -1,4 +1,4 @@
-"""Runs inside every vLLM worker: loads an adapter and says which of its tensors found a module.
+"""Runs inside every vLLM worker: loads a version and says which of its tensors found a module.
 
 vLLM looks only at the last part of a tensor's name, and at no shape: an adapter for other layers,
 or for a wider model, loads in silence and answers as the base model.
@@ -6,6 +6,7 @@ or for a wider model, loads in silence and answers as the base model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
-from rollout_svc import cpu_lora, orphans
+from rollout_svc import cpu_lora, orphans, worker_weights
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -43,20 +44,54 @@ class RefitWorkerExtension:
 
     def refit_load(self, adapter_id: int, name: str, path: str) -> dict[str, Any]:
         """Load, then check; answers a `BoundReport` as a dict."""
-        report = {"stage": get_pp_group().rank_in_group, "bound_modules": 0, "unbound": []}
-        try:
+
+        def load() -> tuple[int, list[str]]:
             self.model_runner.add_lora(LoRARequest(name, adapter_id, path))
-        # A rank that raises leaves the other ranks' answers in the executor's queues, and every
-        # later call would read the answer to an earlier one; so an error is an answer too.
-        except Exception as error:  # noqa: BLE001
-            return {**report, "error": f"{type(error).__name__}: {error}"}
-        manager = self._refit_manager()
-        bound, unbound = _bind(manager, manager.get_adapter(adapter_id), Path(path))
-        return {**report, "bound_modules": len(bound), "unbound": unbound, "error": ""}
+            manager = self._refit_manager()
+            bound, unbound = _bind(manager, manager.get_adapter(adapter_id), Path(path))
+            return len(bound), unbound
+
+        return _reported(load)
+
+    def refit_check_weights(self, path: str) -> dict[str, Any]:
+        """Whether every tensor of a staged model has a parameter here, and the reverse."""
+
+        def check() -> tuple[int, list[str]]:
+            filled, unbound, empty = worker_weights.find_places(
+                self.model_runner.get_model(), Path(path)
+            )
+            if empty:
+                raise ValueError(f"no tensor fills {len(empty)} parameters, as {empty[0]}")
+            return len(filled), unbound
+
+        return _reported(check)
+
+    def refit_load_weights(self, path: str) -> dict[str, Any]:
+        """Load a staged model, or with an empty path what the engine started on."""
+
+        def load() -> tuple[int, list[str]]:
+            worker_weights.load(self.model_runner, Path(path) if path else None)
+            return 0, []
+
+        return _reported(load)
 
     def _refit_manager(self) -> LoRAModelManager:
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
         return manager
+
+
+def _reported(work: Callable[[], tuple[int, list[str]]]) -> dict[str, Any]:
+    """What `work` bound, and what found no place.
+
+    A rank that raises leaves the other ranks' answers in the executor's queues, and every later
+    call would read the answer to an earlier one; so an error is an answer too.
+    """
+    report = {"stage": get_pp_group().rank_in_group, "bound_modules": 0, "unbound": []}
+    try:
+        bound_modules, unbound = work()
+    except Exception as error:  # noqa: BLE001
+        return {**report, "error": f"{type(error).__name__}: {error}"}
+    return {**report, "bound_modules": bound_modules, "unbound": unbound, "error": ""}
 
 
 def _bind(

@@ -6,8 +6,9 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from common.adapter import Dtype
+from common.adapter import Dtype, Kind
 from common.errors import InvalidField
 from common.tasks import cancel, first_of
 from rollout_svc.engine import (
@@ -45,6 +46,13 @@ class FakeEngine:
     deaf: bool = False
     score_logprob: float = -0.5
     scored: list[tuple[EngineAdapter | None, tuple[int, ...]]] = field(default_factory=list)
+    weights: list[Path | None] = field(default_factory=list)
+    """What was loaded in place of its own weights, in order; None: those it started on."""
+
+    bad_weights: set[Path | None] = field(default_factory=set)
+    weights_answers: list[BoundReport] = field(
+        default_factory=lambda: [BoundReport(stage=0, bound_modules=3, unbound=(), error="")]
+    )
     _aborts: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,6 +72,7 @@ class FakeEngine:
             max_loras=self.slots,
             max_model_len=16,
             vocab_size=100,
+            kinds=tuple(Kind),
         )
 
     def encode_text(self, text: str) -> list[int]:
@@ -81,6 +90,16 @@ class FakeEngine:
 
     async def unload(self, adapter_id: int) -> None:
         self.loaded.pop(adapter_id, None)
+
+    async def check_weights(self, path: Path) -> list[BoundReport]:
+        return self.weights_answers
+
+    async def load_weights(self, path: Path | None) -> list[BoundReport]:
+        assert not self.running, "weights change under a request"
+        self.weights.append(path)
+        if path in self.bad_weights:
+            return [BoundReport(stage=0, bound_modules=0, unbound=(), error="OSError: damaged")]
+        return self.weights_answers
 
     async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
         self.salts.append(generation.cache_salt)

@@ -29,6 +29,8 @@ from safetensors import safe_open
 from common.adapter import (
     AdapterRef,
     Dtype,
+    ExpertLayout,
+    Kind,
 )
 from common.errors import RefitError
 from common.peft_dir import WEIGHTS_FILE
@@ -44,6 +46,7 @@ from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
 from tests.fuzz_mutations import Stream, mutate
 from tests.fuzz_trainer import FuzzTrainer
+from tests.live import BASE
 
 SLOTS, KEEP_VERSIONS = 5, 2
 CPU_SECONDS_A_STREAM = 1.0
@@ -134,10 +137,15 @@ def _check_bytes(content: Content, path: Path, published: Content | None) -> Non
 async def open_replica(staging: Path) -> AsyncIterator[Replica]:
     engine = FakeEngine(slots=SLOTS)
     registry = AdapterRegistry(
-        engine=engine, slots=SLOTS, keep_versions=KEEP_VERSIONS, slot_wait_seconds=0.5
+        engine=engine,
+        base=BASE,
+        slots=SLOTS,
+        keep_versions=KEEP_VERSIONS,
+        slot_wait_seconds=0.5,
     )
     limits = Limits(
-        base_fingerprint="base",
+        kinds=frozenset(Kind),
+        layouts=frozenset(ExpertLayout.PER_EXPERT.factors),
         max_rank=8,
         target_modules=frozenset(LORA.target_modules),
         dtypes=frozenset(Dtype),
@@ -146,7 +154,7 @@ async def open_replica(staging: Path) -> AsyncIterator[Replica]:
     applier = UpdateApplier(
         source="trainer",
         registry=registry,
-        relay=Relay(registry=registry, base_fingerprint="base", max_children=1),
+        relay=Relay(registry=registry, max_children=1),
         limits=limits,
         staging=staging,
         metrics=Metrics(),

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.adapter import AdapterRef
+from common.model_dir import BaseModel
 from common.stream.content import Content
-from rollout_svc.adapters import AdapterRegistry, Committed
+from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.weights import Committed
 from tests.adapters import make_adapter
+
+BASE = BaseModel("tiny", "base")
+"""What `make_adapter`'s belong to."""
 
 _MANIFEST, _BUFFER = make_adapter()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,8 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import Fleet
 from trainer_svc.megatron.client import MegatronWorker
-from trainer_svc.megatron.protocol import Batch
+from trainer_svc.megatron.protocol import Batch, Sample
+from trainer_svc.megatron.settings import WorkerSettings
 from trainer_svc.node import Node
 from trainer_svc.publisher import Publisher
 from trainer_svc.rl.loop import GrpoLoop, Parts
@@ -69,10 +70,24 @@ class Ranks:
 
     before_step: Callable[[int], Awaitable[None]] = _at_once
     trained: list[list[int]] = field(default_factory=list)
+    settings: list[WorkerSettings] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    averages: list[tuple[str, float, int]] = field(default_factory=list)
+    """Adapter, decay and steps done, of each time it followed."""
 
     async def wait_connected(self, *, deadline_seconds: float) -> None: ...
-    async def init(self, settings: object, *, deadline_seconds: float) -> None: ...
     async def load(self, path: Path, *, deadline_seconds: float) -> None: ...
+
+    async def add_adapter(self, name: str, *, deadline_seconds: float) -> None:
+        self.adapters.append(name)
+
+    async def ema_update_adapter(
+        self, *, target: str, decay: float, deadline_seconds: float
+    ) -> None:
+        self.averages.append((target, decay, len(self.trained)))
+
+    async def init(self, settings: WorkerSettings, *, deadline_seconds: float) -> None:
+        self.settings.append(settings)
 
     async def save(self, path: Path, *, state: object, deadline_seconds: float) -> None:
         path.mkdir(parents=True)
@@ -102,12 +117,14 @@ class Server:
 
 @dataclass
 class FakePublisher:
-    """`commits(replica, version)` says who takes a version at once."""
+    """`commits(replica, version)` says who takes a version of the policy at once."""
 
     run_id: str
     fleet: FakeFleet
     commits: Callable[[str, int], bool]
     canaries: list[Canary | None] = field(default_factory=list)
+    sides: list[tuple[str, int]] = field(default_factory=list)
+    """Other adapters than the policy, and their versions."""
 
     def publish(
         self,
@@ -119,6 +136,9 @@ class FakePublisher:
         canary: Canary | None = None,
     ) -> AdapterRef:
         ref = AdapterRef(self.run_id, adapter, version, manifest.digest())
+        if adapter != "default":
+            self.sides.append((adapter, version))
+            return ref
         self.canaries.append(canary)
         for replica in self.fleet.replicas:
             if self.commits(replica.id, version):
@@ -158,6 +178,7 @@ class Bench:
     replicas: int = 1
     ranks: Ranks = field(default_factory=Ranks)
     commits: Callable[[str, int], bool] = _always
+    lessons: Sequence[Sample] = ()
     steps: int = 0
     servicers: list[Servicer] = field(default_factory=list)
 
@@ -166,7 +187,7 @@ class Bench:
         answers = earlier + 2 * min(step + 1, self.steps)
         await eventually(lambda: sum(s.answered for s in self.servicers) >= answers)
 
-    async def run(self, **rl: Any) -> Run:
+    async def run(self, *, sides: Sequence[str] = (), **rl: Any) -> Run:
         self.steps = rl["steps"]
         if rl.get("async_steps") and self.ranks.before_step is _at_once:
             self.ranks.before_step = self.ahead
@@ -176,7 +197,7 @@ class Bench:
                 servicer.replica = replica
             self.fleet = fleet
             with contextlib.ExitStack() as stack:
-                parts = self._parts(stack)
+                parts = self._parts(stack, sides)
                 await GrpoLoop(self._config(rl), parts).train()
                 left = asyncio.all_tasks() - {asyncio.current_task()}
                 assert not [task for task in left if "GroupMaker" in repr(task)]
@@ -192,7 +213,7 @@ class Bench:
         values = {"data": "d", "reward": "r", "prompts_per_step": 2, "group_size": 2, **rl}
         return TrainerConfig.model_validate({"model": "m", "run_dir": self.path, "rl": values})
 
-    def _parts(self, stack: contextlib.ExitStack) -> Parts:
+    def _parts(self, stack: contextlib.ExitStack, sides: Sequence[str]) -> Parts:
         run_dir = stack.enter_context(
             contextlib.closing(RunDir.create(self.path, base_fingerprint="f"))
         )
@@ -209,10 +230,12 @@ class Bench:
             node=node,
             worker=cast(MegatronWorker, self.ranks),
             source=Source(),
+            side_sources={name: Source() for name in sides},
             examples=_numbers,
             reward=lambda example, text: 0.0,
             encoder=cast(PromptEncoder, Encoder()),
             records=records,
+            lessons=self.lessons,
         )
 
 

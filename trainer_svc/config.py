@@ -5,15 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.adapter import Dtype
 from common.config import Config
 from common.security import SecuritySettings
 from common.stream.sender import Pace
 from common.wire import CHUNK_BYTES, MAX_CHUNK_BYTES
-from trainer_svc.megatron.settings import DtypeName, LoraSettings, TrainSettings, WorkerSettings
+from trainer_svc.megatron.lora.settings import DtypeName, LoraSettings
+from trainer_svc.megatron.settings import ParallelSettings, TrainSettings, WorkerSettings
+from trainer_svc.megatron.training.settings import SftSettings
 from trainer_svc.publisher import DeltaMode
+
+
+class OldPolicySettings(Config):
+    """A slower copy of the policy, which replicas serve as `old`."""
+
+    interval: int = Field(default=1, ge=1)
+    """Steps between its updates."""
+
+    decay: float = Field(default=0.0, ge=0, le=1)
+    """What an update keeps of it; the rest is the policy's. 0 copies the policy."""
 
 
 class RlSettings(Config):
@@ -49,6 +61,9 @@ class RlSettings(Config):
 
     checkpoint_every_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always writes one."""
+
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Newest checkpoints that stay."""
 
     min_replicas: int = Field(default=1, ge=1)
     """A step begins once so many replicas serve the current version."""
@@ -86,6 +101,12 @@ class RlSettings(Config):
     canary_max_difference: float = Field(default=0.2, gt=0, allow_inf_nan=False)
     """Mean absolute difference of the canary's log-probabilities that a replica still accepts."""
 
+    old_policy: OldPolicySettings | None = None
+    """Keep, and publish as `old`, a slower copy of the policy; unset keeps none."""
+
+    publish_reference: bool = False
+    """Publish the base as the adapter `reference`, which replicas serve by that name."""
+
     stop_grace_seconds: float = Field(default=20.0, ge=0)
     """How long the running step may go on after SIGTERM, to end with a checkpoint."""
 
@@ -98,14 +119,11 @@ class RlSettings(Config):
         return value
 
 
-class MegatronSettings(Config):
+class MegatronSettings(ParallelSettings):
     """How the model is laid out over ranks."""
 
     num_ranks: int = Field(default=1, ge=1)
     """Processes on this machine."""
-
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share one copy of the model; the other ranks are data-parallel."""
 
     dtype: DtypeName = "bfloat16"
     """Type of the base weights and of the arithmetic."""
@@ -116,8 +134,18 @@ class MegatronSettings(Config):
     max_restarts: int = Field(default=3, ge=0)
     """How often dead ranks are started again, from the last checkpoint."""
 
+    offload_base: bool = False
+    """Base weights leave the accelerator between commands; without effect on a CPU."""
+
     command_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long the ranks may take to start, and for any one command: a step, say."""
+
+    @property
+    def parallel(self) -> ParallelSettings:
+        """What of it says which rank holds what."""
+        return ParallelSettings(
+            **{key: getattr(self, key) for key in ParallelSettings.model_fields}
+        )
 
 
 class ServerSettings(Config):
@@ -136,7 +164,7 @@ class ServerSettings(Config):
     """Prometheus port; unset serves none."""
 
     keep_versions: int = Field(default=2, ge=1)
-    """Versions kept for subscribers; older ones are retired."""
+    """Versions of each adapter kept for subscribers, in memory; older ones are retired."""
 
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     """Longest silence on a subscription."""
@@ -184,6 +212,11 @@ class TrainerConfig(Config):
     adapter: str = Field(default="default", min_length=1)
     """Name under which replicas serve the policy."""
 
+    merge: Literal["never", "trainer"] = "never"
+    """`never`: adapters are published, and replicas serve many at once from LoRA slots.
+    `trainer`: the whole merged model is, and takes the place of a replica's own weights; each
+    version is a model in memory, here `server.keep_versions` of them, and two on every replica."""
+
     adapter_dtype: DtypeName | None = None
     """Type in which versions are published, rounded once. Unset: that of the base weights, to which
     a replica would round them."""
@@ -198,7 +231,37 @@ class TrainerConfig(Config):
     megatron: MegatronSettings = MegatronSettings()
     lora: LoraSettings = LoraSettings()
     train: TrainSettings = TrainSettings()
+    sft: SftSettings = SftSettings()
     rl: RlSettings
+
+    @model_validator(mode="after")
+    def _merged_weights_have_the_models_type(self) -> TrainerConfig:
+        if self.merge == "trainer" and self.adapter_dtype is not None:
+            raise ValueError(
+                f"adapter_dtype: {self.adapter_dtype} with merge = trainer, whose weights have the "
+                "type of megatron.dtype; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _names_of_side_policies(self) -> TrainerConfig:
+        sides = self.side_policies
+        if sides and self.merge == "trainer":
+            raise ValueError(
+                f"merge: trainer, with {' and '.join(sides)} published; a replica with merged "
+                "weights serves one policy, so use merge = never or leave the others out"
+            )
+        if self.adapter in sides:
+            raise ValueError(f"adapter: {self.adapter} is published as well; rename the policy")
+        if self.train.kl_to == "old" and self.rl.old_policy is None:
+            raise ValueError("train.kl_to: old, but there is none; set rl.old_policy")
+        return self
+
+    @property
+    def side_policies(self) -> tuple[str, ...]:
+        """Names of what is published beside the policy."""
+        old = ("old",) if self.rl.old_policy else ()
+        return (*old, "reference") if self.rl.publish_reference else old
 
     @property
     def published_dtype(self) -> Dtype:
@@ -212,10 +275,13 @@ class TrainerConfig(Config):
             dtype=self.megatron.dtype,
             seed=self.rl.seed,
             num_threads=self.megatron.num_threads,
-            tensor_parallel_size=self.megatron.tensor_parallel_size,
+            parallel=self.megatron.parallel,
+            offload_base=self.megatron.offload_base,
             adapter_path=self.adapter_path,
             lora=self.lora,
-            train=self.train,
+            train=self.train.model_copy(
+                update={"max_tokens": self.train.max_tokens or self.rl.max_tokens}
+            ),
         )
 
 

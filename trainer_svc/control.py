@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from refit.v1 import trainer_pb2
 
-from common.errors import NoRun
+from common.errors import CheckpointFailed, NoRun, RefitError
 from trainer_svc.metrics import StepGauges
+
+log = logging.getLogger(__name__)
+
+_Wish = asyncio.Future[tuple[Path, int]]
+"""For the checkpoint at the end of the running step, and its step."""
 
 _ENDED = (trainer_pb2.RUN_STATE_FINISHED, trainer_pb2.RUN_STATE_FAILED)
 
@@ -26,7 +32,7 @@ class RunControl:
         self.gauges = StepGauges()
         self.message = ""
         self.stopping = False
-        self._wishes: list[asyncio.Future[tuple[Path, int]]] = []
+        self._wishes: list[_Wish] = []
 
     async def checkpoint(self) -> tuple[Path, int]:
         """Wait for the checkpoint at the end of the running step: its directory and step.
@@ -35,7 +41,7 @@ class RunControl:
             NoRun: nothing is being trained, or the run ended before it was written.
         """
         self._need_run()
-        wish: asyncio.Future[tuple[Path, int]] = asyncio.get_running_loop().create_future()
+        wish: _Wish = asyncio.get_running_loop().create_future()
         self._wishes.append(wish)
         return await wish
 
@@ -51,13 +57,25 @@ class RunControl:
         *,
         save: Callable[[], Awaitable[Path]],
         due: bool,
+        last: bool,
     ) -> None:
-        """Called by the loop between steps; saves when it is time to, or when somebody asked."""
+        """Called by the loop between steps; saves when it is time to, or when somebody asked.
+
+        Raises:
+            CheckpointFailed: the last one could not be written; a run goes on without another.
+        """
         self.step, self.metrics = step, metrics
         self.gauges.show(metrics)
         wishes, self._wishes = self._wishes, []
         if due or wishes:
-            path = await save()
+            try:
+                path = await save()
+            except CheckpointFailed as error:
+                _fail(wishes, error)
+                if last:
+                    raise
+                log.error("%s; going on", error)
+                return
             for wish in wishes:
                 if not wish.done():
                     wish.set_result((path, step))
@@ -65,10 +83,14 @@ class RunControl:
     def ended(self, *, error: BaseException | None) -> None:
         self.state = trainer_pb2.RUN_STATE_FAILED if error else trainer_pb2.RUN_STATE_FINISHED
         self.message = str(error) if error else ""
-        for wish in self._wishes:
-            if not wish.done():
-                wish.set_exception(NoRun("the run ended before the checkpoint; see its last one"))
+        _fail(self._wishes, NoRun("the run ended before the checkpoint; see its last one"))
 
     def _need_run(self) -> None:
         if self.state in _ENDED or not self.steps_total:
             raise NoRun("no run is in progress; start one with `refit trainer`")
+
+
+def _fail(wishes: list[_Wish], error: RefitError) -> None:
+    for wish in wishes:
+        if not wish.done():
+            wish.set_exception(error)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -22,13 +23,14 @@ from trainer_svc.rl.data import load_examples, load_function, skip
 from trainer_svc.rl.loop import GrpoLoop, Parts
 from trainer_svc.rl.prompts import PromptEncoder
 from trainer_svc.rl.records import Records
+from trainer_svc.rl.supervised import read_samples
 from trainer_svc.run_dir import ADAPTER_DIR, RunDir
 from trainer_svc.sources import MegatronSource
 
 log = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
-"""Memory shared with the ranks: holds one adapter for the moment between export and mapping."""
+"""Memory shared with the ranks: holds one version for the moment between export and mapping."""
 
 
 def main(config: TrainerConfig, *, resume: bool) -> None:
@@ -43,6 +45,10 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
     base = base_model(config.model)
     reward = load_function(config.rl.reward, field="rl.reward")
     load_examples(config.rl.data, seed=config.rl.seed)
+    lessons = []
+    if config.sft.data is not None:
+        path = Path(config.sft.data)
+        lessons = await asyncio.to_thread(read_samples, path, model_dir=config.model)
     open_run = RunDir.resume if resume else RunDir.create
     run_dir = open_run(config.run_dir, base_fingerprint=base.fingerprint)
     (run_dir.path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
@@ -53,21 +59,25 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
             num_ranks=config.megatron.num_ranks, max_restarts=config.megatron.max_restarts
         ) as worker,
     ):
+        source = partial(
+            MegatronSource,
+            worker,
+            base_fingerprint=base.fingerprint,
+            shm_dir=SHM_DIR,
+            deadline_seconds=config.megatron.command_timeout_seconds,
+            dtype=config.published_dtype,
+        )
         with contextlib.closing(run_dir), contextlib.closing(Records(run_dir.path)) as records:
             parts = Parts(
                 run_dir=run_dir,
                 node=node,
                 worker=worker,
-                source=MegatronSource(
-                    worker,
-                    base_fingerprint=base.fingerprint,
-                    shm_dir=SHM_DIR,
-                    deadline_seconds=config.megatron.command_timeout_seconds,
-                    dtype=config.published_dtype,
-                ),
+                source=source(merged=config.merge == "trainer"),
+                side_sources={name: source(adapter=name) for name in config.side_policies},
                 examples=lambda start: skip(
                     load_examples(config.rl.data, seed=config.rl.seed), start
                 ),
+                lessons=lessons,
                 reward=reward,
                 encoder=await asyncio.to_thread(PromptEncoder, config.model),
                 records=records,

@@ -10,6 +10,7 @@ from functools import partial
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
 from common.prometheus import metrics_served
+from trainer_svc.base_weights import BaseWeights
 from trainer_svc.config import ServerSettings
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import Fleet
@@ -54,7 +55,11 @@ async def serve_node(
         ConfigError: a port cannot be bound, or a file of `security` not be used.
     """
     publisher = Publisher(
-        control.run_id, keep=settings.keep_versions, pace=settings.pace, delta=settings.delta
+        control.run_id,
+        keep=settings.keep_versions,
+        pace=settings.pace,
+        delta=settings.delta,
+        base=BaseWeights(base.path, base_fingerprint=base.fingerprint) if base.path else None,
     )
     fleet = Fleet(
         base,

@@ -16,7 +16,9 @@ from common.stream.content import Content
 from common.stream.encoder import DeltaEncoder
 from common.stream.frames import Event, Message
 from common.stream.sender import Pace, Receiver, update_events
+from common.tasks import cancel
 from common.wire import ref_to_proto
+from trainer_svc.base_weights import BaseWeights
 from trainer_svc.store import VersionStore
 from trainer_svc.subscription import Subscription
 
@@ -32,9 +34,18 @@ class Publisher:
     """
 
     def __init__(
-        self, run_id: str, *, keep: int, pace: Pace | None = None, delta: DeltaMode = "auto"
+        self,
+        run_id: str,
+        *,
+        keep: int,
+        pace: Pace | None = None,
+        delta: DeltaMode = "auto",
+        base: BaseWeights | None = None,
     ) -> None:
         self.run_id = run_id
+        self.base = base
+        """What replicas without weights are sent first; None where it lies elsewhere."""
+
         self.store = VersionStore(run_id, keep=keep)
         self.pace = pace or Pace()
         self._delta = delta
@@ -119,6 +130,10 @@ class Publisher:
                     replica_id=parent.replica_id, address=parent.address, run_id=self.run_id
                 )
             )
+        if subscription.needs_base:
+            async with contextlib.aclosing(self._bring_base(subscription)) as events:
+                async for event in events:
+                    yield event
         while not self._over(subscription):
             if content := self._next_for(subscription):
                 subscription.sent[content.ref.adapter] = content.ref
@@ -148,6 +163,21 @@ class Publisher:
         if subscription.has_bytes_of(content.ref):
             return _alias(content.ref)
         return update_events(content, self._receiver(subscription, content), pace=self.pace)
+
+    async def _bring_base(self, subscription: Subscription) -> AsyncGenerator[Message]:
+        """The base's weights, once they are read; heartbeats until then."""
+        assert self.base is not None, "admitted only where there is one"
+        reading = asyncio.ensure_future(self.base.content(self.run_id))
+        try:
+            while not (await asyncio.wait([reading], timeout=self.pace.heartbeat_seconds))[0]:
+                yield self.pace.heartbeat()
+        finally:
+            await cancel(reading)
+        content = reading.result()
+        receiver = self._receiver(subscription, content)
+        async with contextlib.aclosing(update_events(content, receiver, pace=self.pace)) as events:
+            async for event in events:
+                yield event
 
     def _receiver(self, subscription: Subscription, content: Content) -> Receiver:
         partial_ref, received_bytes = subscription.partial or (None, 0)

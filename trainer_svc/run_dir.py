@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import uuid
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,8 @@ _CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 ADAPTER_DIR = "adapter"
 """The last checkpoint's adapter, put where users look for it."""
+WARM_START_DIR = "warm_start"
+"""What supervised training before the first step left."""
 
 
 class RunDir:
@@ -43,6 +46,8 @@ class RunDir:
                     "another directory"
                 )
         path.mkdir(parents=True, exist_ok=True)
+        # Of a run that ended before it had a version.
+        shutil.rmtree(path / WARM_START_DIR, ignore_errors=True)
         run_id = uuid.uuid4().hex[:12]
         return cls(path, run_id=run_id, base_fingerprint=base_fingerprint, last_version=0)
 
@@ -89,6 +94,13 @@ class RunDir:
         """The newest finished checkpoint and its step."""
         found = sorted((self.path / _CHECKPOINTS).glob("step-??????"))
         return (found[-1], int(found[-1].name.removeprefix("step-"))) if found else None
+
+    def drop_old_checkpoints(self, keep: int) -> None:
+        """Remove all but the newest `keep`, and what a dead run left half-written. Call it when one
+        has just been saved: before, the newest may be among the latter."""
+        below = self.path / _CHECKPOINTS
+        for path in (*sorted(below.glob("step-??????"))[:-keep], *below.glob(".step-*")):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _write(self) -> None:
         """On disk before it returns: what a power cut forgets would be spent twice."""

@@ -28,7 +28,10 @@ from trainer_svc.publisher import Publisher
 ADAPTER_SERVICE = "refit.v1.AdapterService"
 TRAINER_SERVICE = "refit.v1.TrainerService"
 VERSION_SERVICE = "refit.v1.VersionService"
-CAPABILITIES = ("adapter_kind:lora", "crc32c", "alias", "held", "delta_zstd", "resume", "relay")
+CAPABILITIES = (
+    *("adapter_kind:lora", "adapter_kind:merged", "adapter_kind:base"),
+    *("crc32c", "alias", "held", "delta_zstd", "resume", "relay"),
+)
 SERVICES = (ADAPTER_SERVICE, TRAINER_SERVICE, VERSION_SERVICE)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from common.adapter import Dtype
-from common.peft_dir import PeftAdapter, read_peft_dir
+from common.peft_checks import check_served
+from common.peft_dir import CONFIG_FILE, PeftAdapter, read_peft_dir
 from trainer_svc.megatron.client import MegatronWorker
 
 
@@ -21,20 +22,23 @@ class AdapterSource(Protocol):
 
 
 class PeftDirSource:
-    """A PEFT directory on disk."""
+    """A PEFT directory on disk; reading one that replicas cannot serve is a `ConfigError`."""
 
     def __init__(self, path: Path, *, base_fingerprint: str) -> None:
         self._path = path
         self._base_fingerprint = base_fingerprint
 
     async def read(self) -> PeftAdapter:
-        return await asyncio.to_thread(
+        adapter = await asyncio.to_thread(
             read_peft_dir, self._path, base_fingerprint=self._base_fingerprint
         )
+        if adapter.manifest.lora:
+            check_served(self._path / CONFIG_FILE, adapter.manifest.lora)
+        return adapter
 
 
 class MegatronSource:
-    """The policy under training, through shared memory."""
+    """A policy of the ranks, through shared memory; whole and merged with `merged`."""
 
     def __init__(
         self,
@@ -44,8 +48,11 @@ class MegatronSource:
         shm_dir: Path,
         deadline_seconds: float,
         dtype: Dtype,
+        adapter: str = "default",
+        merged: bool = False,
     ) -> None:
         self._worker = worker
+        self._adapter, self._merged = adapter, merged
         self._dtype = dtype
         self._deadline_seconds = deadline_seconds
         self._base_fingerprint = base_fingerprint
@@ -63,6 +70,8 @@ class MegatronSource:
                 base_fingerprint=self._base_fingerprint,
                 deadline_seconds=self._deadline_seconds,
                 dtype=self._dtype,
+                adapter=self._adapter,
+                merged=self._merged,
             )
             with path.open("rb") as file:
                 pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

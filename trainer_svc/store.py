@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from common.adapter import AdapterRef, Canary, Manifest
+from common.adapter import BASE_NAME, AdapterRef, Canary, Manifest
 from common.errors import AdapterNotFound, AlreadyExists, InvalidField
 from common.stream.content import Content
 
@@ -15,7 +15,10 @@ _MAX_VERSION = 2**63 - 1
 
 
 class VersionStore:
-    """The newest `keep` versions of every adapter of one run, and those that are pinned."""
+    """The newest `keep` versions of every adapter of one run, and those that are pinned.
+
+    Each is a buffer in memory: of an adapter, or of a whole model where versions are merged.
+    """
 
     def __init__(self, run_id: str, *, keep: int) -> None:
         self.run_id = run_id
@@ -108,6 +111,8 @@ def _check_name(adapter: str) -> None:
             f"adapter: {ascii(adapter)[:80]}; give a name of 1 to {_MAX_ADAPTER_CHARACTERS} "
             "characters"
         )
+    if adapter == BASE_NAME:
+        raise InvalidField(f"adapter: {BASE_NAME!r} stands for the base model; rename it")
     try:
         adapter.encode()
     except UnicodeEncodeError:

@@ -30,6 +30,9 @@ class Subscription:
     encodings: frozenset[adapter_pb2.Encoding] = frozenset()
     parent: Parent | None = None
     partial: tuple[AdapterRef, int] | None = None
+    needs_base: bool = False
+    """The base's weights go first."""
+
     ended: str = ""
     """Why the stream has to end."""
 

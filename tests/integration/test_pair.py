@@ -267,6 +267,7 @@ def test_publish_serves_each_adapter_that_is_written(pair: Pair) -> None:
     log = pair.log_dir / "publish.log"
     with refit("publish", str(watched), "--watch", *arguments, log=log):
         assert _served_digest(pair, version=1) == final.manifest.digest()
+        assert final.manifest.lora
         halved = replace(final.manifest, lora=replace(final.manifest.lora, alpha=1.0))
         write_peft_dir(watched / "two", halved, final.buffer)
         assert _served_digest(pair, version=2) == halved.digest()

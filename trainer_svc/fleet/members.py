@@ -17,7 +17,7 @@ from common.errors import AlreadyExists, ReplicaNotFound, Unavailable
 from common.model_dir import BaseModel
 from common.signal import Signal
 from common.wire import ref_from_proto
-from trainer_svc.fleet.admission import check_names, check_request
+from trainer_svc.fleet.admission import check_names, check_request, needs_base_first
 from trainer_svc.fleet.lines import Lines
 from trainer_svc.fleet.relays import choose_parent
 from trainer_svc.fleet.replica import Quarantine, Refusal, Replica
@@ -132,7 +132,12 @@ class Members:
         check_names(request)
         if self.needed is None:
             raise Unavailable("the run is starting and has no adapter yet; subscribe again")
-        check_request(request, base=self._base, needed=self.needed)
+        check_request(
+            request,
+            base=self._base,
+            needed=self.needed,
+            sends_base=self._publisher.base is not None,
+        )
         live = self._replicas.get(request.replica_id)
         if live and live.address != request.advertised_address:
             raise AlreadyExists(
@@ -144,13 +149,16 @@ class Members:
     def _subscription(self, request: adapter_pb2.AdapterUpdateRequest) -> Subscription:
         partial = request.partial if request.HasField("partial") else None
         others = [replica for replica in self if replica.id != request.replica_id]
+        assert self.needed is not None, "admitted"
+        needs_base = needs_base_first(request.capabilities, self.needed)
+        lost = frozenset(request.lost_parents)
         return Subscription(
             wanted=frozenset(request.adapters),
             held=frozenset(map(ref_from_proto, request.held)),
             encodings=frozenset(request.capabilities.encodings),
-            parent=choose_parent(
-                others, fan_out=self._fan_out, lost=frozenset(request.lost_parents)
-            ),
+            # The base comes from the trainer itself: no relay holds it.
+            parent=None if needs_base else choose_parent(others, fan_out=self._fan_out, lost=lost),
+            needs_base=needs_base,
             partial=(ref_from_proto(partial.ref), partial.received_bytes) if partial else None,
         )
 

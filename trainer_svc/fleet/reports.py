@@ -6,7 +6,7 @@ import logging
 
 from refit.v1 import adapter_pb2
 
-from common.adapter import AdapterRef
+from common.adapter import BASE_NAME, AdapterRef
 from common.errors import CorruptUpdate, InvalidField
 from common.wire import ref_from_proto
 from trainer_svc.fleet.replica import Refusal, Replica
@@ -30,6 +30,10 @@ def take_report(
     if request.outcome == adapter_pb2.OUTCOME_REFUSED:
         reason = request.reason[:_MAX_REASON_CHARACTERS]
         _refused(replica, Refusal(ref, request.stage, reason))
+    elif request.outcome == adapter_pb2.OUTCOME_COMMITTED and ref.adapter == BASE_NAME:
+        _check_base(ref, publisher)
+        replica.refusals = {n: r for n, r in replica.refusals.items() if n != BASE_NAME}
+        log.info("replica %s has the base's weights", replica.id)
     elif request.outcome == adapter_pb2.OUTCOME_COMMITTED:
         _check_committed(replica, ref, publisher)
         _committed(replica, request, publisher)
@@ -55,6 +59,14 @@ def _check_committed(replica: Replica, ref: AdapterRef, publisher: Publisher) ->
         replica.committed = {key: r for key, r in replica.committed.items() if r != expected}
         _refused(replica, Refusal(expected, adapter_pb2.UPDATE_STAGE_LOAD, reason))
         raise CorruptUpdate(reason)
+
+
+def _check_base(ref: AdapterRef, publisher: Publisher) -> None:
+    sent = publisher.base.ref if publisher.base else None
+    if sent is None or (ref.run_id, ref.version) != (sent.run_id, sent.version):
+        raise InvalidField(f"ref: {ref} was never sent; report what this trainer sent")
+    if ref.digest != sent.digest:
+        raise CorruptUpdate(f"committed {ref}, sent was {sent}")
 
 
 def _committed(

@@ -13,8 +13,9 @@ import numpy as np
 
 from common.adapter import Dtype, LoraConfig, TensorEntry, TensorSpec, plan
 from common.errors import ConfigError, StagingFull
-from common.peft_checks import check_pairs, lora_config, lora_factor
+from common.peft_checks import check_served, lora_config
 from common.peft_dir import peft_config
+from common.peft_tensors import check_pairs, lora_factor
 
 _WIRE_NAMES = {"float32": Dtype.FLOAT32, "bfloat16": Dtype.BFLOAT16, "float16": Dtype.FLOAT16}
 _FACTOR = re.compile(
@@ -68,10 +69,9 @@ def read_contents(state_dict: Mapping[str, Any], config: object) -> Contents:
     tensors, projections = _by_peft_name(state_dict)
     # PEFT takes patterns and paths as targets as well; the tensors say which projections they met.
     lora = lora_config("lora_config", _peft_keys(config) | {"target_modules": sorted(projections)})
+    check_served("lora_config", lora)
     entries = [
-        lora_factor(
-            "state_dict", name, dtype=_dtype(tensor), shape=list(tensor.shape), rank=lora.rank
-        )
+        lora_factor("state_dict", name, dtype=_dtype(tensor), shape=list(tensor.shape), lora=lora)
         for name, tensor in tensors.items()
     ]
     check_pairs("state_dict", entries)

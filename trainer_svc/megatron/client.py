@@ -150,8 +150,12 @@ class MegatronWorker:
         base_fingerprint: str,
         deadline_seconds: float,
         dtype: Dtype | None = None,
+        adapter: str = "default",
+        merged: bool = False,
     ) -> Manifest:
         """Have the adapter's flat buffer written to `path`; None keeps the adapter's own type.
+
+        With `merged` it is the whole model's, the adapter in its weights and in their type.
 
         Raises:
             StagingFull: no room for it.
@@ -160,12 +164,37 @@ class MegatronWorker:
             "path": str(path),
             "base_fingerprint": base_fingerprint,
             "dtype": dtype.value if dtype else None,
+            "adapter": adapter,
+            "merged": merged,
         }
         reply = await self._call("export", args, deadline_seconds=deadline_seconds)
         return manifest_from_json(reply["manifest"])
 
+    async def add_adapter(self, name: str, *, deadline_seconds: float) -> None:
+        """Add an adapter that is a copy of the one that trains.
+
+        Raises:
+            AlreadyExists: the name is taken.
+        """
+        await self._call("add_adapter", {"name": name}, deadline_seconds=deadline_seconds)
+
+    async def ema_update_adapter(
+        self, *, target: str, decay: float, deadline_seconds: float
+    ) -> None:
+        """target = decay * target + (1 - decay) * the adapter that trains.
+
+        Raises:
+            AdapterNotFound, InvalidField: there is no such adapter, or `decay` is not in [0, 1].
+        """
+        args = {"target": target, "decay": decay}
+        await self._call("ema_update_adapter", args, deadline_seconds=deadline_seconds)
+
     async def save(self, path: Path, *, state: Mapping[str, Any], deadline_seconds: float) -> None:
-        """Write a checkpoint directory, whole or not at all; `state` is plain JSON values."""
+        """Write a checkpoint directory, whole or not at all; `state` is plain JSON values.
+
+        Raises:
+            CheckpointFailed: a rank could not write; what lay under `path` still does.
+        """
         args = {"path": str(path), "state": dict(state)}
         await self._call("save", args, deadline_seconds=deadline_seconds)
 
@@ -173,7 +202,8 @@ class MegatronWorker:
         """Go on from a checkpoint; the `state` it was saved with.
 
         Raises:
-            ConfigError: no checkpoint lies there, or it is of another number of ranks.
+            ConfigError: no whole checkpoint lies there.
+            Incompatible: its adapter is not that of the settings.
         """
         reply = await self._call("load", {"path": str(path)}, deadline_seconds=deadline_seconds)
         state: Json = reply["state"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 HAVE_CUDA = torch.cuda.is_available()
 
@@ -20,28 +21,29 @@ def compute_device() -> torch.device:
 
 
 def answer_for_cuda() -> None:
-    """Make `torch.cuda.current_device`, which Megatron calls on CPU paths too, name the CPU."""
-    if not HAVE_CUDA:
-        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    """Answer what Megatron asks CUDA for on CPU paths too: the device, and to wait for it."""
+    if HAVE_CUDA:
+        return
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
 
 
-class TorchAttention(torch.nn.Module):
-    """Causal core attention on torch's kernels.
+def cuda_is_cpu() -> AbstractContextManager[object]:
+    """For the time of a `with` block, a tensor made on "cuda" is made on the CPU.
 
-    Megatron's own draws its dropout from a CUDA generator and holds all scores in memory. Right
-    padding needs no mask: a causal query never sees the keys after it. On a CPU the arithmetic is
-    in float32: the backward pass of short sequences takes a third of bfloat16's time.
+    Megatron's pipeline schedules name that device outright.
     """
+    return nullcontext() if HAVE_CUDA else _OnCpu()
 
-    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self.softmax_scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend; inputs (seq, batch, heads, head_dim), output (seq, batch, heads * head_dim)."""
-        wide = query.dtype if HAVE_CUDA else torch.float32
-        q, k, v = (t.to(wide).permute(1, 2, 0, 3) for t in (query, key, value))
-        out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-        )
-        return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if kwargs and kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **(kwargs or {}))

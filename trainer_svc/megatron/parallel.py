@@ -1,4 +1,4 @@
-"""Process groups of the ranks and the few collectives training and export need."""
+"""Process groups of the ranks, this rank's place in them, and the collectives of training."""
 
 from __future__ import annotations
 
@@ -9,37 +9,66 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from common.errors import ConfigError
 from trainer_svc.megatron import device
+from trainer_svc.megatron.settings import ParallelSettings
 
 T = TypeVar("T")
 
 
-def start(*, tensor_parallel_size: int) -> None:
+def start(settings: ParallelSettings) -> None:
     """Make Megatron's groups over the ranks of the default process group; a second call re-makes.
 
     Raises:
-        ConfigError: the number of ranks is no multiple of `tensor_parallel_size`.
+        ConfigError: the sizes do not divide the number of ranks.
     """
-    world = dist.get_world_size()
-    if world % tensor_parallel_size:
-        raise ConfigError(
-            f"tensor_parallel_size: found {tensor_parallel_size} over {world} ranks; "
-            "choose a divisor of the number of ranks"
-        )
+    _check(settings, world=dist.get_world_size())
+    stages, runs = settings.pipeline_parallel_size, settings.virtual_pipeline_size
     device.answer_for_cuda()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor_parallel_size,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=runs if runs > 1 else None,
+        expert_model_parallel_size=settings.expert_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
+    )
+
+
+def _check(settings: ParallelSettings, *, world: int) -> None:
+    stages = settings.pipeline_parallel_size
+    if settings.virtual_pipeline_size > 1 and stages == 1:
+        raise ConfigError(
+            f"virtual_pipeline_size: found {settings.virtual_pipeline_size} without a pipeline; "
+            "set pipeline_parallel_size above 1"
+        )
+    experts = settings.expert_parallel_size * settings.expert_tensor_parallel_size
+    for keys, size in (
+        ("tensor_parallel_size", settings.tensor_parallel_size),
+        ("pipeline_parallel_size", stages),
+        ("tensor_parallel_size * pipeline_parallel_size", settings.tensor_parallel_size * stages),
+        ("expert_parallel_size * expert_tensor_parallel_size", experts),
+        (
+            "expert_parallel_size * expert_tensor_parallel_size * pipeline_parallel_size",
+            experts * stages,
+        ),
+    ):
+        if world % size:
+            raise ConfigError(
+                f"{keys}: found {size} over {world} ranks; choose a divisor of the number of ranks"
+            )
 
 
 def tp_rank() -> int:
-    """This rank's place among those that share one copy of the model."""
+    """This rank's place among those that share the linears of its layers."""
     return int(parallel_state.get_tensor_model_parallel_rank())
 
 
 def tp_size() -> int:
-    """Number of ranks that share one copy of the model."""
+    """Number of ranks that share the linears of a layer."""
     return int(parallel_state.get_tensor_model_parallel_world_size())
 
 
@@ -49,42 +78,87 @@ def dp_rank() -> int:
 
 
 def dp_size() -> int:
-    """Number of copies of the model."""
+    """Number of copies of the model, experts aside."""
     return int(parallel_state.get_data_parallel_world_size())
 
 
-def gather_tp(tensor: Tensor) -> list[Tensor]:
-    """The tensor of every tensor-parallel rank, in rank order; shapes are alike."""
-    if tp_size() == 1:
-        return [tensor]
-    shards = [torch.empty_like(tensor) for _ in range(tp_size())]
-    dist.all_gather(
-        shards, tensor.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
-    )
-    return shards
+def seed_offset() -> int:
+    """Differs between ranks unless they see the same activations: those of one linear's parts."""
+    stage = int(parallel_state.get_pipeline_model_parallel_rank())
+    return dp_rank() + dp_size() * stage
 
 
-def sum_tp(tensor: Tensor) -> Tensor:
-    """Sum over the tensor-parallel ranks, in place."""
-    if tp_size() > 1:
-        dist.all_reduce(tensor, group=parallel_state.get_tensor_model_parallel_group())
-    return tensor
+def num_stages() -> int:
+    """Number of ranks that a pipeline runs over."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
-def sum_dp(tensors: Sequence[Tensor]) -> None:
-    """Sum every tensor over the copies of the model, in place, as one message."""
-    if dp_size() == 1:
+def num_stage_ranks() -> int:
+    """Number of ranks that hold something of the same layers."""
+    return dist.get_world_size() // num_stages()
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the last layers, and so sees the model's output."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def speaks_for_copy() -> bool:
+    """Whether this rank, of all that share one copy of the model, reports the copy's results."""
+    return is_last_stage() and tp_rank() == 0
+
+
+def spreads_experts() -> bool:
+    """Whether an expert sees tokens of several ranks, which then wait for each other in a layer."""
+    return int(parallel_state.get_expert_tensor_and_model_parallel_world_size()) > 1
+
+
+def dp_group() -> ProcessGroup:
+    """Ranks that hold the same part of the model but for its experts."""
+    group: ProcessGroup = parallel_state.get_data_parallel_group()
+    return group
+
+
+def expert_dp_group() -> ProcessGroup:
+    """Ranks that hold the same part of the same experts."""
+    group: ProcessGroup = parallel_state.get_expert_data_parallel_group()
+    return group
+
+
+def expert_group() -> ProcessGroup:
+    """Ranks that hold different experts of the same layers, and the same part of them."""
+    group: ProcessGroup = parallel_state.get_expert_model_parallel_group()
+    return group
+
+
+def sum_over(group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """Sum every tensor over the group's ranks, in place, as one message; all are of one type."""
+    if group.size() == 1 or not tensors:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(flat, group=group)
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
-def gather_dp_objects(value: T) -> list[T]:
-    """A small picklable value of every copy of the model, in order."""
+def sum_over_all(tensor: Tensor) -> Tensor:
+    """Sum over every rank, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def max_over_copies(values: Sequence[int]) -> list[int]:
+    """The largest of each value over the copies of the model."""
     if dp_size() == 1:
-        return [value]
-    values: list[T | None] = [None] * dp_size()
-    dist.all_gather_object(values, value, group=parallel_state.get_data_parallel_group_gloo())
-    return [v for v in values if v is not None]
+        return list(values)
+    found = torch.tensor(values, device=device.compute_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=dp_group())
+    return [int(value) for value in found]
+
+
+def gather_objects(value: T) -> list[T]:
+    """A small picklable value of every rank, in order."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common import errors
-from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorSpec
+from common.adapter import Dtype, Kind, Layout, LoraConfig, Manifest, TensorSpec
 from common.errors import ConfigError, RefitError
 
 MAX_LINE_BYTES = 1 << 30
@@ -82,7 +82,8 @@ def manifest_to_json(manifest: Manifest) -> Json:
     """Plain values of a manifest; digests in hex."""
     return {
         "base_fingerprint": manifest.base_fingerprint,
-        "lora": asdict(manifest.lora),
+        "kind": manifest.kind.value,
+        "lora": asdict(manifest.lora) if manifest.lora else None,
         "tensors": [
             {
                 "name": spec.name,
@@ -100,10 +101,10 @@ def manifest_to_json(manifest: Manifest) -> Json:
 
 def manifest_from_json(raw: Mapping[str, Any]) -> Manifest:
     """Inverse of `manifest_to_json`."""
-    lora = raw["lora"]
     return Manifest(
         base_fingerprint=raw["base_fingerprint"],
-        lora=LoraConfig(**{**lora, "target_modules": tuple(lora["target_modules"])}),
+        kind=Kind(raw["kind"]),
+        lora=_lora_from_json(raw["lora"]) if raw["lora"] else None,
         tensors=tuple(
             TensorSpec(
                 name=item["name"],
@@ -116,6 +117,17 @@ def manifest_from_json(raw: Mapping[str, Any]) -> Manifest:
             )
             for item in raw["tensors"]
         ),
+    )
+
+
+def _lora_from_json(raw: Mapping[str, Any]) -> LoraConfig:
+    return LoraConfig(
+        **{
+            **raw,
+            "target_modules": tuple(raw["target_modules"]),
+            "rank_pattern": tuple((key, rank) for key, rank in raw["rank_pattern"]),
+            "alpha_pattern": tuple((key, alpha) for key, alpha in raw["alpha_pattern"]),
+        }
     )
 
 

@@ -28,6 +28,7 @@ from common.errors import NoRun, RefitError
 from trainer_svc.megatron import device
 from trainer_svc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.megatron.engine import MegatronTrainer
+from trainer_svc.megatron.lora.policies import DEFAULT
 from trainer_svc.megatron.protocol import (
     Batch,
     Json,
@@ -53,6 +54,8 @@ class Commands:
             "step": self._step,
             "logprobs": self._logprobs,
             "export": self._export,
+            "add_adapter": self._add_adapter,
+            "ema_update_adapter": self._ema_update_adapter,
             "save": self._save,
             "load": self._load,
         }
@@ -73,18 +76,32 @@ class Commands:
         return {"world_size": dist.get_world_size()}
 
     def _step(self, args: Json) -> Json:
-        return dict(self.trainer.step(Batch.from_json(args["batch"])))
+        with self.trainer.movable_base.resident():
+            return dict(self.trainer.step(Batch.from_json(args["batch"])))
 
     def _logprobs(self, args: Json) -> Json:
-        return {"logprobs": self.trainer.logprobs(Batch.from_json(args["batch"]))}
+        with self.trainer.movable_base.resident():
+            return {"logprobs": self.trainer.logprobs(Batch.from_json(args["batch"]))}
 
     def _export(self, args: Json) -> Json:
-        manifest = self.trainer.export(
-            Path(args["path"]),
-            base_fingerprint=args["base_fingerprint"],
-            dtype=Dtype(args["dtype"]) if args["dtype"] else None,
-        )
+        path, fingerprint = Path(args["path"]), args["base_fingerprint"]
+        if args["merged"]:
+            with self.trainer.movable_base.resident():
+                manifest = self.trainer.export_merged(path, base_fingerprint=fingerprint)
+        else:
+            dtype = Dtype(args["dtype"]) if args["dtype"] else None
+            manifest = self.trainer.export(
+                path, base_fingerprint=fingerprint, dtype=dtype, adapter=args["adapter"]
+            )
         return {"manifest": manifest_to_json(manifest) if manifest else None}
+
+    def _add_adapter(self, args: Json) -> Json:
+        self.trainer.policies.add_adapter(args["name"])
+        return {}
+
+    def _ema_update_adapter(self, args: Json) -> Json:
+        self.trainer.policies.ema_update_adapter(DEFAULT, args["target"], decay=args["decay"])
+        return {}
 
     def _save(self, args: Json) -> Json:
         save_checkpoint(self.trainer, Path(args["path"]), state=args["state"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 from common.config import suggestion
 from common.errors import ConfigError
+from trainer_svc.rl.jsonl import read_jsonl
 
 Example = dict[str, Any]
 """`messages` (chat) or `prompt` (text), and whatever the reward function needs beside it."""
@@ -34,7 +34,7 @@ def load_function(name: str, *, field: str) -> Callable[..., Any]:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError) as error:
         raise ConfigError(f"{field}: {name!r}: {error}; is its folder on PYTHONPATH?") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -55,13 +55,11 @@ def load_examples(source: str, *, seed: int) -> Iterator[Example]:
     if not source.endswith(".jsonl"):
         return iter(load_function(source, field="rl.data")(seed))
     path = Path(source)
-    if not path.is_file():
-        raise ConfigError(f"rl.data: {path} does not exist; give a JSONL file or module:generator")
-    lines = enumerate(_text(path).split("\n"), 1)
-    examples = [_parse(line, path, number) for number, line in lines if line.strip()]
-    if not examples:
-        raise ConfigError(f"rl.data: {path} is empty; give one JSON object a line")
-    return _epochs(examples, random.Random(seed))
+    lines = read_jsonl(path, field="rl.data")
+    for number, example in lines:
+        if not {"messages", "prompt"} & set(example):
+            raise ConfigError(f"rl.data: {path}:{number}: needs a `messages` or a `prompt` key")
+    return _epochs([example for _, example in lines], random.Random(seed))
 
 
 def skip(examples: Iterator[Example], count: int) -> Iterator[Example]:
@@ -72,23 +70,3 @@ def skip(examples: Iterator[Example], count: int) -> Iterator[Example]:
 def _epochs(examples: list[Example], rng: random.Random) -> Iterator[Example]:
     while True:
         yield from rng.sample(examples, len(examples))
-
-
-def _text(path: Path) -> str:
-    try:
-        # Not read_text, which makes a lone "\r" a line of its own.
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"rl.data: {path}: not UTF-8 at byte {error.start}; save it as UTF-8"
-        ) from error
-
-
-def _parse(line: str, path: Path, number: int) -> Example:
-    try:
-        example = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"rl.data: {path}:{number}: not JSON: {error}") from error
-    if not isinstance(example, dict) or not ({"messages", "prompt"} & set(example)):
-        raise ConfigError(f"rl.data: {path}:{number}: needs a `messages` or a `prompt` key")
-    return example

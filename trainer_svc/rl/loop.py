@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from trainer_svc.rl.prompts import PromptEncoder
 from trainer_svc.rl.records import Records
 from trainer_svc.rl.row import describe_samples, describe_update
 from trainer_svc.rl.sampler import Sampler
+from trainer_svc.rl.side_policies import SidePolicies
 from trainer_svc.rl.staleness import StalenessBound, describe_staleness
-from trainer_svc.run_dir import RunDir
+from trainer_svc.rl.warm_start import warm_start
+from trainer_svc.run_dir import WARM_START_DIR, RunDir
 from trainer_svc.sources import AdapterSource
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,11 @@ class Parts:
     reward: Reward
     encoder: PromptEncoder
     records: Records
+    side_sources: Mapping[str, AdapterSource] = field(default_factory=dict)
+    """What is published beside the policy, by name; see `SidePolicies`."""
+
+    lessons: Sequence[Sample] = ()
+    """What the adapter is taught before the first step; see `warm_start`."""
 
 
 class GrpoLoop:
@@ -69,6 +76,13 @@ class GrpoLoop:
             reward=parts.reward,
         )
         self._ahead = Ahead(self._sample, steps=self._rl.async_steps, last=self._rl.steps)
+        self._sides = SidePolicies(
+            self._rl.old_policy,
+            sources=parts.side_sources,
+            worker=parts.worker,
+            node=parts.node,
+            deadline_seconds=self._deadline_seconds,
+        )
         self._canary = self._canary_maker() if self._rl.canary_prompts else None
 
     async def train(self) -> None:
@@ -110,7 +124,7 @@ class GrpoLoop:
         numbers = {key: float(v) for key, v in row.items() if isinstance(v, int | float)}
         last = step == self._rl.steps or control.stopping
         due = last or step % self._rl.checkpoint_every_steps == 0
-        await control.after_step(step, numbers, save=self._save, due=due)
+        await control.after_step(step, numbers, save=self._save, due=due, last=last)
 
     async def _step(self, step: int) -> dict[str, Any]:
         started = time.monotonic()
@@ -122,12 +136,14 @@ class GrpoLoop:
         trained = time.monotonic()
         staleness = [self._version - c.version for g in samples.groups for c in g.completions]
         self._parts.node.control.gauges.show_staleness(staleness)
+        published = await self._publish()
+        await self._sides.after_step(step, version=self._version)
         return {
             "step": step,
             **describe_samples(samples),
             **describe_staleness(staleness),
             **{key: value for key, value in metrics.items() if key not in ("tokens", "seconds")},
-            **await self._publish(),
+            **published,
             "generate_wait_seconds": sampled - started,
             "train_seconds": trained - sampled,
             "step_seconds": time.monotonic() - started,
@@ -216,9 +232,21 @@ class GrpoLoop:
         await self._ahead.clear()
         parts, deadline_seconds = self._parts, self._deadline_seconds
         await parts.worker.wait_connected(deadline_seconds=deadline_seconds)
-        await parts.worker.init(self._config.worker(), deadline_seconds=deadline_seconds)
-        step = 0
-        if checkpoint := parts.run_dir.last_checkpoint():
+        settings, step = self._config.worker(), 0
+        checkpoint = parts.run_dir.last_checkpoint()
+        if parts.lessons and not checkpoint:
+            adapter = await warm_start(
+                parts.worker,
+                parts.lessons,
+                sft=self._config.sft,
+                settings=settings,
+                directory=parts.run_dir.path / WARM_START_DIR,
+                deadline_seconds=deadline_seconds,
+            )
+            settings = settings.model_copy(update={"adapter_path": adapter})
+        await parts.worker.init(settings, deadline_seconds=deadline_seconds)
+        await self._sides.add()
+        if checkpoint:
             path, step = checkpoint
             await parts.worker.load(path, deadline_seconds=deadline_seconds)
         log.info("at step %d of %d", step, self._rl.steps)
@@ -226,14 +254,17 @@ class GrpoLoop:
         self._examples = parts.examples(step * self._rl.prompts_per_step)
         parts.records.truncate(step)
         await self._publish()
+        await self._sides.publish(version=self._version)
         self._first_version = self._version
         parts.node.control.state = trainer_pb2.RUN_STATE_RUNNING
 
     async def _save(self) -> Path:
         """Write a checkpoint of the step just done."""
-        path = self._parts.run_dir.checkpoint(self._parts.node.control.step)
+        run_dir = self._parts.run_dir
+        path = run_dir.checkpoint(self._parts.node.control.step)
         state = {"step": self._parts.node.control.step, "version": self._version}
         await self._parts.worker.save(path, state=state, deadline_seconds=self._deadline_seconds)
+        run_dir.drop_old_checkpoints(self._rl.keep_checkpoints)
         return path
 
     def _sampler(self) -> Sampler:

@@ -19,6 +19,8 @@ class AdapterKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ADAPTER_KIND_UNSPECIFIED: _ClassVar[AdapterKind]
     ADAPTER_KIND_LORA: _ClassVar[AdapterKind]
+    ADAPTER_KIND_MERGED: _ClassVar[AdapterKind]
+    ADAPTER_KIND_BASE: _ClassVar[AdapterKind]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +42,8 @@ ENCODING_HELD: Encoding
 ENCODING_DELTA_ZSTD: Encoding
 ADAPTER_KIND_UNSPECIFIED: AdapterKind
 ADAPTER_KIND_LORA: AdapterKind
+ADAPTER_KIND_MERGED: AdapterKind
+ADAPTER_KIND_BASE: AdapterKind
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMMITTED: Outcome
 OUTCOME_REFUSED: Outcome
@@ -81,20 +85,26 @@ class PartialUpdate(_message.Message):
     def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class ReplicaCapabilities(_message.Message):
-    __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras", "encodings", "relay")
+    __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras", "encodings", "relay", "layouts", "kinds", "needs_base")
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     DTYPES_FIELD_NUMBER: _ClassVar[int]
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_BASE_FIELD_NUMBER: _ClassVar[int]
     max_rank: int
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     dtypes: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Dtype]
     max_loras: int
     encodings: _containers.RepeatedScalarFieldContainer[Encoding]
     relay: bool
-    def __init__(self, max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.Dtype, str]]] = ..., max_loras: _Optional[int] = ..., encodings: _Optional[_Iterable[_Union[Encoding, str]]] = ..., relay: bool = ...) -> None: ...
+    layouts: _containers.RepeatedScalarFieldContainer[_tensor_pb2.TensorLayout]
+    kinds: _containers.RepeatedScalarFieldContainer[AdapterKind]
+    needs_base: bool
+    def __init__(self, max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.Dtype, str]]] = ..., max_loras: _Optional[int] = ..., encodings: _Optional[_Iterable[_Union[Encoding, str]]] = ..., relay: bool = ..., layouts: _Optional[_Iterable[_Union[_tensor_pb2.TensorLayout, str]]] = ..., kinds: _Optional[_Iterable[_Union[AdapterKind, str]]] = ..., needs_base: bool = ...) -> None: ...
 
 class AdapterUpdateResponse(_message.Message):
     __slots__ = ("manifest", "chunk", "commit", "retire", "heartbeat", "tensors", "alias", "parent")
@@ -161,16 +171,38 @@ class CanarySequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LoraConfig(_message.Message):
-    __slots__ = ("rank", "alpha", "target_modules", "use_rslora")
+    __slots__ = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     USE_RSLORA_FIELD_NUMBER: _ClassVar[int]
+    USE_DORA_FIELD_NUMBER: _ClassVar[int]
+    RANK_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_PATTERN_FIELD_NUMBER: _ClassVar[int]
     rank: int
     alpha: float
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     use_rslora: bool
-    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., use_rslora: bool = ...) -> None: ...
+    use_dora: bool
+    rank_pattern: _containers.RepeatedCompositeFieldContainer[RankPattern]
+    alpha_pattern: _containers.RepeatedCompositeFieldContainer[AlphaPattern]
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., use_rslora: bool = ..., use_dora: bool = ..., rank_pattern: _Optional[_Iterable[_Union[RankPattern, _Mapping]]] = ..., alpha_pattern: _Optional[_Iterable[_Union[AlphaPattern, _Mapping]]] = ...) -> None: ...
+
+class RankPattern(_message.Message):
+    __slots__ = ("module", "rank")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    module: str
+    rank: int
+    def __init__(self, module: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class AlphaPattern(_message.Message):
+    __slots__ = ("module", "alpha")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    module: str
+    alpha: float
+    def __init__(self, module: _Optional[str] = ..., alpha: _Optional[float] = ...) -> None: ...
 
 class AdapterChunk(_message.Message):
     __slots__ = ("offset_bytes", "data", "crc32c", "encoding", "decoded_bytes")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15refit/v1/tensor.proto\x12\x08refit.v1\"\xbd\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x05\x64type\x18\x02 \x01(\x0e\x32\x0f.refit.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\x12&\n\x06layout\x18\x04 \x01(\x0e\x32\x16.refit.v1.TensorLayout\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x03\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x61lias_of\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*a\n\x0cTensorLayout\x12\x1d\n\x19TENSOR_LAYOUT_UNSPECIFIED\x10\x00\x12\x18\n\x14TENSOR_LAYOUT_LORA_A\x10\x01\x12\x18\n\x14TENSOR_LAYOUT_LORA_B\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15refit/v1/tensor.proto\x12\x08refit.v1\"\xbd\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x05\x64type\x18\x02 \x01(\x0e\x32\x0f.refit.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\x12&\n\x06layout\x18\x04 \x01(\x0e\x32\x16.refit.v1.TensorLayout\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x03\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x61lias_of\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*\xbe\x02\n\x0cTensorLayout\x12\x1d\n\x19TENSOR_LAYOUT_UNSPECIFIED\x10\x00\x12\x18\n\x14TENSOR_LAYOUT_LORA_A\x10\x01\x12\x18\n\x14TENSOR_LAYOUT_LORA_B\x10\x02\x12\x1b\n\x17TENSOR_LAYOUT_MAGNITUDE\x10\x03\x12\x1a\n\x16TENSOR_LAYOUT_PACKED_A\x10\x04\x12\x1a\n\x16TENSOR_LAYOUT_PACKED_B\x10\x05\x12\x18\n\x14TENSOR_LAYOUT_FLAT_A\x10\x06\x12\x18\n\x14TENSOR_LAYOUT_FLAT_B\x10\x07\x12\x1b\n\x17TENSOR_LAYOUT_SWAPPED_A\x10\x08\x12\x1b\n\x17TENSOR_LAYOUT_SWAPPED_B\x10\t\x12\x18\n\x14TENSOR_LAYOUT_WEIGHT\x10\x14\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DTYPE']._serialized_start=227
   _globals['_DTYPE']._serialized_end=315
-  _globals['_TENSORLAYOUT']._serialized_start=317
-  _globals['_TENSORLAYOUT']._serialized_end=414
+  _globals['_TENSORLAYOUT']._serialized_start=318
+  _globals['_TENSORLAYOUT']._serialized_end=636
   _globals['_TENSORSPEC']._serialized_start=36
   _globals['_TENSORSPEC']._serialized_end=225
 # @@protoc_insertion_point(module_scope)

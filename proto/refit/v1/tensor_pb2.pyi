@@ -18,6 +18,14 @@ class TensorLayout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TENSOR_LAYOUT_UNSPECIFIED: _ClassVar[TensorLayout]
     TENSOR_LAYOUT_LORA_A: _ClassVar[TensorLayout]
     TENSOR_LAYOUT_LORA_B: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_MAGNITUDE: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_PACKED_A: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_PACKED_B: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_FLAT_A: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_FLAT_B: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_SWAPPED_A: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_SWAPPED_B: _ClassVar[TensorLayout]
+    TENSOR_LAYOUT_WEIGHT: _ClassVar[TensorLayout]
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_BFLOAT16: Dtype
@@ -25,6 +33,14 @@ DTYPE_FLOAT16: Dtype
 TENSOR_LAYOUT_UNSPECIFIED: TensorLayout
 TENSOR_LAYOUT_LORA_A: TensorLayout
 TENSOR_LAYOUT_LORA_B: TensorLayout
+TENSOR_LAYOUT_MAGNITUDE: TensorLayout
+TENSOR_LAYOUT_PACKED_A: TensorLayout
+TENSOR_LAYOUT_PACKED_B: TensorLayout
+TENSOR_LAYOUT_FLAT_A: TensorLayout
+TENSOR_LAYOUT_FLAT_B: TensorLayout
+TENSOR_LAYOUT_SWAPPED_A: TensorLayout
+TENSOR_LAYOUT_SWAPPED_B: TensorLayout
+TENSOR_LAYOUT_WEIGHT: TensorLayout
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape", "layout", "offset_bytes", "size_bytes", "alias_of", "digest")

@@ -47,9 +47,15 @@ async def engine(config: RolloutConfig) -> AsyncIterator[VllmEngine]:
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def registry(engine: VllmEngine) -> AsyncIterator[AdapterRegistry]:
+async def registry(engine: VllmEngine, model_dir: Path) -> AsyncIterator[AdapterRegistry]:
     """An empty registry, whose adapters are gone from the engine afterwards."""
-    registry = AdapterRegistry(engine=engine, slots=3, keep_versions=2, slot_wait_seconds=20.0)
+    registry = AdapterRegistry(
+        engine=engine,
+        base=base_model(model_dir),
+        slots=3,
+        keep_versions=2,
+        slot_wait_seconds=20.0,
+    )
     unloading = asyncio.create_task(registry.run())
     yield registry
     unloading.cancel()

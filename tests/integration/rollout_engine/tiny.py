@@ -104,7 +104,7 @@ class AdapterMaker:
         tensors: dict[str, torch.Tensor] = {}
         for layer, (name, (width_in, width_out)) in itertools.product(layers, WIDTHS.items()):
             shapes = ((RANK, width_in // narrower), (width_out, RANK))
-            for layout, shape in zip(Layout, shapes, strict=True):
+            for layout, shape in zip((Layout.LORA_A, Layout.LORA_B), shapes, strict=True):
                 # Multiples of 1/64 within (-1/4, 1/4): exact in every dtype.
                 values = torch.randint(-15, 16, shape, generator=generator) / 64
                 factor = b_factor if layout is Layout.LORA_B else 1.0
@@ -147,7 +147,7 @@ async def sample(
         request_id=next(request_ids),
         prompt_token_ids=prompt,
         sampling=sampling,
-        adapter=live.loaded if live else None,
+        adapter=live.lora if live else None,
         cache_salt=cache_salt or (live.ref.digest.hex() if live else "base"),
     )
     async with aclosing(engine.generate(generation)) as deltas:

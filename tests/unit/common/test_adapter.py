@@ -53,6 +53,9 @@ def test_seal_hashes_each_tensor_and_gives_an_alias_its_source_digest() -> None:
         replace(LORA, rank=LORA.rank + 1),
         replace(LORA, use_rslora=True),
         replace(LORA, target_modules=("k_proj",)),
+        replace(LORA, use_dora=True),
+        replace(LORA, rank_pattern=(("q_proj", 1),)),
+        replace(LORA, alpha_pattern=(("q_proj", 1.0),)),
     ],
 )
 def test_digest_covers_the_lora_configuration(lora: LoraConfig) -> None:

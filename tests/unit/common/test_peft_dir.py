@@ -72,8 +72,19 @@ def test_reading_gives_the_same_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("use_dora", True, "use_dora"),
-        ("rank_pattern", {"q_proj": 4}, "rank_pattern"),
+        ("use_dora", True, "has only lora_A and lora_B; save all of"),
+        ("rank_pattern", {"q_proj": 4}, "of rank 2, but r = 4"),
+        ("rank_pattern", {"q_proj": 0}, r"rank_pattern\['q_proj'\] = 0; a LoRA rank is"),
+        ("rank_pattern", ["q_proj"], r"rank_pattern = \['q_proj'\]; give an object"),
+        ("rank_pattern", {"(": 4}, r"rank_pattern has '\(', which is no pattern"),
+        (
+            "alpha_pattern",
+            {"q_proj": -1.0},
+            r"alpha_pattern\['q_proj'\] = -1.0; it must be above 0",
+        ),
+        ("target_parameters", ["lm_head.weight"], "only those of experts and routers"),
+        ("target_parameters", "experts", "target_parameters = 'experts'; give the list"),
+        ("modules_to_save", ["lm_head"], r"modules_to_save = \['lm_head'\] cannot be served"),
         ("bias", "all", "bias"),
         ("r", 0, "r = 0"),
         ("r", True, "r = True"),

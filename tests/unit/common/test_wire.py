@@ -8,10 +8,21 @@ from typing import TypeAlias
 import pytest
 from refit.v1 import adapter_pb2, tensor_pb2
 
-from common.adapter import AdapterRef, Canary, CanarySequence, Dtype, Manifest
+from common.adapter import (
+    AdapterRef,
+    Canary,
+    CanarySequence,
+    Dtype,
+    Kind,
+    Layout,
+    LoraConfig,
+    Manifest,
+    TensorSpec,
+)
 from common.errors import CorruptUpdate, InvalidField
 from common.wire import ManifestReader, crc32c, manifest_to_proto, ref_to_proto
 from tests.adapters import make_adapter, make_ref
+from tests.whole_weights import make_weights
 
 MANIFEST, _ = make_adapter()
 REF = make_ref(MANIFEST)
@@ -46,6 +57,59 @@ def test_manifest_survives_the_wire(dtype: Dtype, page_tensors: int) -> None:
     assert _read(Message.FromString(first.SerializeToString()), *received) == manifest
 
 
+SHAPES = {1: (6,), 2: (2, 3), 3: (1, 2, 3)}
+FACTORS = [layout for layout in Layout if layout is not Layout.WEIGHT]
+FULL = LoraConfig(
+    *(2, 0.5, ("q_proj",), True, True),
+    rank_pattern=(("model.layers.0.x", 1), ("x", 3)),
+    alpha_pattern=(("x", 1.5),),
+)
+
+
+def _full() -> Manifest:
+    """A manifest with every layout, and with every field of its configuration set."""
+    specs = [
+        TensorSpec(layout.name, Dtype.FLOAT16, SHAPES[dimensions], layout, 12 * n, bytes(32))
+        for n, layout in enumerate(FACTORS)
+        if (dimensions := layout.dimensions)
+    ]
+    return Manifest("base", FULL, tuple(specs))
+
+
+def test_every_layout_and_the_whole_configuration_survive_the_wire() -> None:
+    manifest = _full()
+    message, _ = manifest_to_proto(make_ref(manifest), manifest)
+    assert len(message.tensors) == len(FACTORS) == 9
+    assert _read(Message.FromString(message.SerializeToString())) == manifest
+
+
+@pytest.mark.parametrize("layout", FACTORS)
+def test_every_layout_has_its_own_number_of_dimensions(layout: Layout) -> None:
+    message, _ = manifest_to_proto(make_ref(_full()), _full())
+    tensor = next(tensor for tensor in message.tensors if tensor.name == layout.name)
+    tensor.shape.append(1)
+    expected = rf"{layout.value} has {layout.dimensions} dimensions above 0"
+    with pytest.raises(InvalidField, match=expected):
+        ManifestReader(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lora: setattr(lora.rank_pattern[0], "rank", 0), "rank: 0; a LoRA rank is"),
+        (lambda lora: setattr(lora.alpha_pattern[0], "alpha", -1.0), "alpha: -1.0; it must be"),
+    ],
+)
+def test_patterns_are_checked_as_the_rest_is(
+    change: Callable[[adapter_pb2.LoraConfig], object], message: str
+) -> None:
+    """faults.md 14, verl#5325: alpha <= 0 is refused."""
+    full, _ = manifest_to_proto(make_ref(_full()), _full())
+    change(full.lora)
+    with pytest.raises(InvalidField, match=message):
+        ManifestReader(full)
+
+
 def test_what_is_beside_the_table_survives_too() -> None:
     message = _message()
     base = AdapterRef("run", "default", 7, b"x" * 32)
@@ -53,6 +117,40 @@ def test_what_is_beside_the_table_survives_too() -> None:
     reader = ManifestReader(Message.FromString(message.SerializeToString()))
 
     assert (reader.ref, reader.canary, reader.delta_base) == (REF, CANARY, base)
+
+
+@pytest.mark.parametrize("kind", [Kind.MERGED, Kind.BASE])
+def test_whole_weights_survive_the_wire(kind: Kind) -> None:
+    """Of any shape and type, without a LoRA configuration."""
+    content = make_weights(kind=kind)
+    message = _message(content.manifest, ref=content.ref)
+    assert not message.HasField("lora")
+    assert _read(Message.FromString(message.SerializeToString())) == content.manifest
+
+
+def test_kinds_have_different_digests() -> None:
+    merged, base = (make_weights(kind=kind).manifest for kind in (Kind.MERGED, Kind.BASE))
+    assert merged.tensors == base.tensors
+    assert merged.digest() != base.digest()
+
+
+def test_factors_and_weights_do_not_mix() -> None:
+    content = make_weights()
+    with_lora = _message(content.manifest, ref=content.ref)
+    with_lora.lora.CopyFrom(_message().lora)
+    with pytest.raises(InvalidField, match="lora: set with kind MERGED; leave it out"):
+        ManifestReader(with_lora)
+    for message, kind in (
+        (_message(), adapter_pb2.ADAPTER_KIND_MERGED),
+        (_message(content.manifest, ref=content.ref), adapter_pb2.ADAPTER_KIND_LORA),
+    ):
+        lora = _message().lora
+        message.kind = kind
+        message.ClearField("lora")
+        if kind == adapter_pb2.ADAPTER_KIND_LORA:
+            message.lora.CopyFrom(lora)
+        with pytest.raises(InvalidField, match=r"with kind (MERGED|LORA); a LORA version"):
+            ManifestReader(message)
 
 
 def test_crc32c_has_the_check_value_of_rfc_3720() -> None:

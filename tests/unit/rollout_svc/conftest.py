@@ -11,9 +11,8 @@ import grpc
 import pytest
 from refit.v1 import adapter_pb2, rollout_pb2_grpc, version_pb2_grpc
 
-from common.adapter import Dtype
+from common.adapter import Dtype, ExpertLayout, Kind
 from common.grpc_server import GrpcServer, connect, start_server
-from common.model_dir import BaseModel
 from common.stream.sender import Pace
 from common.tasks import cancel
 from common.wire import ref_to_proto
@@ -30,7 +29,7 @@ from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import FakeTrainer, serving
 from tests.following import Follow
-from tests.live import Commits
+from tests.live import BASE, Commits
 from tests.receiving import Opener, Reports
 
 
@@ -41,7 +40,9 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def registry(engine: FakeEngine) -> AsyncIterator[AdapterRegistry]:
-    registry = AdapterRegistry(engine=engine, slots=3, keep_versions=2, slot_wait_seconds=0.2)
+    registry = AdapterRegistry(
+        engine=engine, base=BASE, slots=3, keep_versions=2, slot_wait_seconds=0.2
+    )
     unloading = asyncio.create_task(registry.run())
     yield registry
     await cancel(unloading)
@@ -50,7 +51,8 @@ async def registry(engine: FakeEngine) -> AsyncIterator[AdapterRegistry]:
 @pytest.fixture
 def limits() -> Limits:
     return Limits(
-        base_fingerprint="base",
+        kinds=frozenset(Kind),
+        layouts=frozenset(ExpertLayout.PER_EXPERT.factors),
         max_rank=8,
         target_modules=frozenset(LORA.target_modules),
         dtypes=frozenset(Dtype),
@@ -74,7 +76,6 @@ def commit(registry: AdapterRegistry, tmp_path: Path) -> Commits:
 def relay(registry: AdapterRegistry) -> Relay:
     return Relay(
         registry=registry,
-        base_fingerprint="base",
         max_children=2,
         pace=Pace(chunk_bytes=64, heartbeat_seconds=0.05),
     )
@@ -120,9 +121,7 @@ async def servicer(registry: AdapterRegistry, engine: FakeEngine) -> RolloutServ
 async def server(servicer: RolloutServicer) -> AsyncIterator[GrpcServer]:
     def register(server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
-        version = VersionServicer(
-            engine=servicer.engine, registry=servicer.registry, base=BaseModel("tiny", "f")
-        )
+        version = VersionServicer(engine=servicer.engine, registry=servicer.registry)
         version_pb2_grpc.add_VersionServiceServicer_to_server(version, server)
 
     server = await start_server(register, host="127.0.0.1", port=0, services=[])

@@ -22,7 +22,7 @@ from rollout_svc.engine import BoundReport, EngineAdapter, EngineDead
 from rollout_svc.selector import Rule, Selector
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
-from tests.live import Commits, content_of
+from tests.live import BASE, Commits, content_of
 
 LATEST = Selector(Rule.LATEST, "default")
 
@@ -270,7 +270,9 @@ async def test_a_cancelled_commit_leaves_no_slot_no_directory_and_no_listing(
     """faults.md 22, AReaL#1160: a replica whose engine died during an update must end, too."""
     engine = StuckEngine()
     engine.is_dead = is_dead
-    registry = AdapterRegistry(engine=engine, slots=3, keep_versions=2, slot_wait_seconds=1)
+    registry = AdapterRegistry(
+        engine=engine, base=BASE, slots=3, keep_versions=2, slot_wait_seconds=1
+    )
     (tmp_path / "adapter").mkdir()
     commit = asyncio.ensure_future(
         registry.commit(content_of(ref(1)), tmp_path / "adapter", source="trainer")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.adapter import Dtype, Layout, Manifest, TensorSpec
+from common.adapter import Dtype, Kind, Layout, Manifest, TensorSpec
 from common.errors import Incompatible
 from rollout_svc.limits import Limits
 from tests.adapters import make_adapter
@@ -46,9 +46,8 @@ def test_what_is_at_every_limit_is_taken(limits: Limits) -> None:
     ("change", "expected"),
     [
         (
-            {"base_fingerprint": "another"},
-            "manifest.base_fingerprint: base, this replica serves another; "
-            "start both on the same base model",
+            {"kinds": frozenset({Kind.MERGED})},
+            "manifest.kind: LORA, this replica takes MERGED; set the trainer's merge to match",
         ),
         (
             {"max_rank": 1},
@@ -66,6 +65,40 @@ def test_what_the_replica_cannot_serve_is_refused_with_both_sides(
     limits: Limits, change: dict[str, object], expected: str
 ) -> None:
     assert refusal(replace(limits, **change), MANIFEST) == expected  # type: ignore[arg-type]
+
+
+def test_an_adapter_may_have_modules_of_smaller_ranks(limits: Limits) -> None:
+    """One scale holds for all: what a module's own is lies in its B."""
+    small: dict[str, tuple[int, ...]] = {Q_A: (1, 8), Q_B: (8, 1)}
+    limits.check(_reshaped(small))
+    small.pop(Q_B)
+    assert "q_proj: {'lora_A': 1, 'lora_B': 2} differ in rank" in refusal(limits, _reshaped(small))
+
+
+def _reshaped(shapes: dict[str, tuple[int, ...]]) -> Manifest:
+    tensors = [replace(spec, shape=shapes.get(spec.name, spec.shape)) for spec in MANIFEST.tensors]
+    return replace(MANIFEST, tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_scales_of_modules_are_refused(limits: Limits, field: str) -> None:
+    assert MANIFEST.lora is not None
+    lora = replace(MANIFEST.lora, **{field: (("q_proj", 2),)})  # type: ignore[arg-type]
+    message = f"manifest.lora.{field}: set, replicas know one scale an adapter"
+    assert message in refusal(limits, replace(MANIFEST, lora=lora))
+
+
+def test_a_layout_that_the_engine_has_not_is_refused(limits: Limits) -> None:
+    magnitude = replace(
+        MANIFEST.tensors[0],
+        name=Q_A.replace("lora_A.weight", "lora_magnitude_vector"),
+        layout=Layout.MAGNITUDE,
+        shape=(8,),
+    )
+    dora = replace(MANIFEST, tensors=(*MANIFEST.tensors, magnitude))
+    message = "lora_magnitude_vector: layout magnitude, this replica takes lora_A, lora_B; send"
+    assert message in refusal(limits, dora)
+    replace(limits, layouts=frozenset(Layout)).check(dora)
 
 
 @pytest.mark.parametrize(

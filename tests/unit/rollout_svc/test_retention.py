@@ -14,7 +14,7 @@ from rollout_svc.engine import BoundReport
 from rollout_svc.selector import Rule, Selector
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
-from tests.live import Commits
+from tests.live import BASE, Commits
 
 LATEST = Selector(Rule.LATEST, "default")
 
@@ -115,7 +115,9 @@ async def test_hundreds_of_versions_level_off(
 async def test_two_trainers_keep_their_versions_apart(tmp_path: Path) -> None:
     """One trainer's versions neither push out the other's nor retire them."""
     engine = FakeEngine(slots=6)
-    registry = AdapterRegistry(engine=engine, slots=6, keep_versions=2, slot_wait_seconds=1)
+    registry = AdapterRegistry(
+        engine=engine, base=BASE, slots=6, keep_versions=2, slot_wait_seconds=1
+    )
     commit = Commits(registry, tmp_path)
     others = [ref(n, run_id="b") for n in (1, 2, 3)]
     for version in (1, 2, 3):

@@ -197,5 +197,5 @@ async def test_versions_and_listing_name_what_is_live(
     version_stub = version_pb2_grpc.VersionServiceStub(channel)
     version = await version_stub.GetVersion(version_pb2.GetVersionRequest())
     assert (version.service, version.api_version, version.engine) == ("rollout", "refit.v1", "vllm")
-    assert (version.base_model.name, version.base_model.fingerprint) == ("tiny", "f")
+    assert (version.base_model.name, version.base_model.fingerprint) == ("tiny", "base")
     assert list(version.adapters) == [ref_to_proto(REF)]

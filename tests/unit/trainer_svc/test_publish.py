@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from common.model_dir import BaseModel
 from common.peft_dir import CONFIG_FILE, WEIGHTS_FILE, write_peft_dir
 from common.tasks import cancel
@@ -95,6 +97,23 @@ async def test_a_half_written_directory_is_published_once_it_is_whole(
         await asyncio.sleep(_SEVERAL_RESCANS)
 
     assert _published(node) == [(1, digest)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rank_pattern", {"v_proj": 2}), ("alpha_pattern", {"q_proj": 8.0})],
+)
+async def test_what_replicas_cannot_serve_is_refused_by_its_key(
+    root: Path, node: Node, key: str, value: dict[str, float]
+) -> None:
+    """A trainer can start from it, but it is published as it is."""
+    _write(root / "one", seed=1)
+    file = root / "one" / CONFIG_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    feed = DirectoryFeed(root, node, adapter="a")
+    with pytest.raises(ConfigError, match=f"{CONFIG_FILE}: {key} = .* cannot be served; remove it"):
+        await feed.publish(root / "one")
+    assert _published(node) == []
 
 
 async def test_the_same_content_again_is_no_new_version(root: Path, node: Node) -> None:

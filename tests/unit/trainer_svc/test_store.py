@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.adapter import AdapterRef, Canary, CanarySequence
+from common.adapter import BASE_NAME, AdapterRef, Canary, CanarySequence
 from common.errors import AdapterNotFound, AlreadyExists, InvalidField
 from tests.adapters import make_adapter
 from trainer_svc.store import VersionStore
@@ -107,7 +107,7 @@ def test_a_canary_belongs_to_its_version() -> None:
     assert [c and c.canary for c in map(store.newest, ("default", "old"))] == [canary, None]
 
 
-@pytest.mark.parametrize("adapter", ["", "a" * 257, "\ud800"])
+@pytest.mark.parametrize("adapter", ["", "a" * 257, "\ud800", BASE_NAME])
 def test_a_name_that_no_replica_can_be_told_is_refused(adapter: str) -> None:
     store = VersionStore("run", keep=1)
     with pytest.raises(InvalidField, match=r"^adapter: '"):

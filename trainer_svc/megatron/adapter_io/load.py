@@ -2,97 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import Incompatible
-from common.peft_dir import read_peft_dir
-from trainer_svc.megatron import parallel
-from trainer_svc.megatron.adapter_io.export import TORCH_DTYPES
-from trainer_svc.megatron.lora.layers import LoraLinear, lora_modules
-from trainer_svc.megatron.model import names
-from trainer_svc.megatron.settings import LoraSettings
+from common.adapter import ExpertLayout, Manifest
+from common.peft_dir import CONFIG_FILE, read_peft_dir
+from trainer_svc.megatron.adapter_io.checks import check_fits
+from trainer_svc.megatron.adapter_io.flat import tensors_of
+from trainer_svc.megatron.adapter_io.places import Piece, leaves, pieces
+from trainer_svc.megatron.adapter_io.rows import join_part, own_part
+from trainer_svc.megatron.lora.layers import LoraLinear, lora_linears
+from trainer_svc.megatron.lora.plan import AdapterPlan
+from trainer_svc.megatron.model.build import BaseModel
+
+ADAPTER_DIR = "adapter"
+"""Of a checkpoint, the part that is a PEFT directory."""
 
 
 @torch.no_grad()
-def load_adapter(model: GPTModel, path: Path, *, settings: LoraSettings) -> None:
-    """Set every A and B of the model from a PEFT directory that has exactly these modules.
+def load_adapter(
+    base: BaseModel, path: Path, *, plan: AdapterPlan, adapter: str = "default"
+) -> None:
+    """Set every tensor of an adapter from a PEFT directory, or a checkpoint, with just these.
+
+    Each rank takes its own parts, so all of them must be able to read the directory. The experts'
+    factors may lie in any layout.
 
     Raises:
         ConfigError: a file is missing or malformed.
-        Incompatible: rank, scale, modules or shapes differ from the model's, or the projections
-            of a fused linear do not share their A.
+        Incompatible: type, rank, scale, modules or shapes differ from the settings', or modules
+            that share a factor in the model have different ones.
     """
-    tensors = _read(path, settings=settings)
-    modules = list(lora_modules(model))
-    _check_names(path, tensors, modules)
-    config = model.config
-    heads = names.Heads(config.num_attention_heads, config.num_query_groups, config.kv_channels)
-    for layer, linear, module in modules:
-        a_parts = _parts(tensors, layer, linear, "lora_A")
-        if any(not torch.equal(a_parts[0], other) for other in a_parts[1:]):
-            raise Incompatible(
-                f"{path}: layer {layer} has a different A for each of "
-                f"{', '.join(names.LINEARS[linear])}; a fused linear holds one, train from scratch"
-            )
-        fused = names.fuse(linear, _parts(tensors, layer, linear, "lora_B"), heads=heads)
-        _assign(path, linear, module, a=a_parts[0], b=fused)
+    directory = path if (path / CONFIG_FILE).is_file() else path / ADAPTER_DIR
+    found = read_peft_dir(
+        directory if (directory / CONFIG_FILE).is_file() else path, base_fingerprint=""
+    )
+    tensors = tensors_of(found.manifest.tensors, memoryview(bytearray(found.buffer)))
+    of_plan = pieces(plan, base.config, experts=_expert_layout(found.manifest))
+    check_fits(path, found.manifest, tensors, plan=plan, pieces=of_plan)
+    for linear in lora_linears(base.chunks):
+        for number, pair in enumerate(linear.pairs(adapter)):
+            for leaf in leaves(plan):
+                of_leaf = of_plan[linear.site_number, number, leaf]
+                value = _value(linear, number, leaf, of_leaf, tensors)
+                getattr(pair, leaf).copy_(value)
 
 
-def _read(path: Path, *, settings: LoraSettings) -> dict[str, Tensor]:
-    adapter = read_peft_dir(path, base_fingerprint="")
-    lora = adapter.manifest.lora
-    if lora.rank != settings.rank or lora.scale != settings.scale:
-        raise Incompatible(
-            f"{path}: the adapter has rank {lora.rank} and scale {lora.scale}, the settings "
-            f"{settings.rank} and {settings.scale}; set lora.rank and lora.alpha to match"
-        )
-    data = bytearray(adapter.buffer)
-    return {
-        spec.name: torch.frombuffer(
-            data,
-            dtype=TORCH_DTYPES[spec.dtype],
-            count=spec.size_bytes // spec.dtype.itemsize,
-            offset=spec.offset_bytes,
-        ).view(spec.shape)
-        for spec in adapter.manifest.tensors
-    }
+def _expert_layout(manifest: Manifest) -> ExpertLayout:
+    layouts = {spec.layout for spec in manifest.tensors}
+    packed = (ExpertLayout.PACKED, ExpertLayout.FLAT, ExpertLayout.SWAPPED)
+    return next((e for e in packed if layouts & set(e.factors)), ExpertLayout.PER_EXPERT)
 
 
-def _check_names(
-    path: Path, tensors: dict[str, Tensor], modules: list[tuple[int, str, LoraLinear]]
-) -> None:
-    wanted = {
-        names.peft_name(layer, projection, matrix)
-        for layer, linear, _ in modules
-        for projection in names.LINEARS[linear]
-        for matrix in ("lora_A", "lora_B")
-    }
-    if odd := sorted(wanted ^ tensors.keys()):
-        side = "lacks" if odd[0] in wanted else "has the unknown"
-        raise Incompatible(
-            f"{path}: the adapter {side} {odd[0]} ({len(odd)} names differ); "
-            "set lora.target_modules to match"
-        )
-
-
-def _parts(tensors: dict[str, Tensor], layer: int, linear: str, matrix: str) -> list[Tensor]:
-    return [tensors[names.peft_name(layer, p, matrix)] for p in names.LINEARS[linear]]
-
-
-def _assign(path: Path, linear: str, module: LoraLinear, *, a: Tensor, b: Tensor) -> None:
-    rank, size = parallel.tp_rank(), parallel.tp_size()
-    if module.row_parallel:
-        a = a.chunk(size, dim=1)[rank]
-    else:
-        b = names.shard_rows(linear, b, rank=rank, size=size)
-    for parameter, value in ((module.lora_a, a), (module.lora_b, b)):
-        if parameter.shape != value.shape:
-            raise Incompatible(
-                f"{path}: {linear} has shape {tuple(value.shape)}, the model "
-                f"{tuple(parameter.shape)}; use an adapter of this base model"
-            )
-        parameter.copy_(value)
+def _value(
+    linear: LoraLinear,
+    pair_number: int,
+    leaf: str,
+    of_leaf: Sequence[Piece],
+    tensors: Mapping[str, Tensor],
+) -> Tensor:
+    """This rank's part of one tensor."""
+    site, size = linear.site, linear.size
+    pair = site.pairs[pair_number]
+    index = dist.get_group_rank(linear.group, dist.get_rank())
+    parts = [
+        own_part(site, pair, leaf, place.view(tensors[place.name]), index=index, size=size)
+        for place in (piece.places[0] for piece in of_leaf)
+    ]
+    return join_part(site, pair, leaf, parts, size=size, heads=linear.heads)

@@ -1,43 +1,86 @@
-"""Which modules of the model an adapter goes on."""
+"""Which linears of a model, or projections of one, a user's names mean; imports no torch."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from common.errors import ConfigError
-from trainer_svc.megatron.model.names import LINEARS, module_name
+from trainer_svc.megatron.model.linears import Linear, Projection
+
+ROUTER = "router"
 
 
-def resolve_targets(targets: str | Iterable[str], *, num_layers: int) -> frozenset[str]:
-    """Full names of the modules that `targets` means, over all layers of the model.
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What a pair can be put on: all projections of a linear, or one."""
 
-    A target is a module's own name, or a wildcard over full names
-    (`decoder.layers.0.self_attention.linear_qkv`).
+    layer: int
+    linear: Linear
+    expert: int | None
+    """Counts over the whole model; None where one adapter is all experts', or none's."""
+
+    projections: tuple[Projection, ...]
+
+    name: str
+    """The linear's in the whole model."""
+
+    own_names: tuple[str, ...]
+    """What the last part of it may be called, the usual one first."""
+
+    def is_meant(self, pattern: str) -> bool:
+        """Whether a name or wildcard means this; the router's must end with its name."""
+        if self.own_names[0] == ROUTER and not pattern.endswith(ROUTER):
+            return False
+        return any(
+            fnmatchcase(own, pattern) or fnmatchcase(f"{self.module}.{own}", pattern)
+            for own in self.own_names
+        )
+
+    @property
+    def module(self) -> str:
+        """The name without its last part."""
+        return self.name.rpartition(".")[0]
+
+
+def chosen(targets: Sequence[Target], *, field: str, patterns: Iterable[str]) -> set[Target]:
+    """The targets that any of the patterns means.
 
     Raises:
-        ConfigError: a target matches nothing; the message holds the nearest name.
+        ConfigError: a pattern means none; the message holds the right name, or the nearest.
     """
-    names = [module_name(layer, linear) for layer in range(num_layers) for linear in LINEARS]
-    if targets == "all-linear":
-        return frozenset(names)
-    if isinstance(targets, str):
-        raise ConfigError(f'target_modules: found "{targets}"; use "all-linear" or a list of names')
-    chosen: set[str] = set()
-    for target in targets:
-        matches = {n for n in names if fnmatchcase(n, target) or n.rpartition(".")[2] == target}
+    found: set[Target] = set()
+    for pattern in patterns:
+        matches = {target for target in targets if target.is_meant(pattern)}
         if not matches:
-            raise ConfigError(_no_match(target, names))
-        chosen |= matches
-    return frozenset(chosen)
+            raise ConfigError(_no_match(targets, field=field, pattern=pattern))
+        found |= matches
+    return found
 
 
-def _no_match(target: str, names: list[str]) -> str:
-    own = sorted({name.rpartition(".")[2] for name in names})
-    candidates = names if "." in target else own
-    nearest = difflib.get_close_matches(target, candidates, n=1, cutoff=0.0)[0]
+def _no_match(targets: Sequence[Target], *, field: str, pattern: str) -> str:
+    own = sorted({name for target in targets for name in target.own_names})
     return (
-        f'target_modules: "{target}" matches no module; did you mean "{nearest}"? '
+        f'{field}: "{pattern}" matches no module; {_hint(targets, pattern)} '
         f"(modules: {', '.join(own)})"
     )
+
+
+def _hint(targets: Sequence[Target], pattern: str) -> str:
+    """The right name of what is somebody else's name for it, else the nearest one."""
+    last = pattern.rpartition(".")[2]
+    own_names = {name for target in targets for name in target.own_names}
+    for target in targets if last not in own_names else ():
+        right = target.own_names[0]
+        if last in {projection.own_name for projection in target.projections}:
+            return f'that is Hugging Face\'s name, use "{right}"'
+        if last in {projection.canonical for projection in target.projections}:
+            return f'that is a part of "{right}", use this or set type = "canonical_lora"'
+    full = "." in pattern
+    names = {
+        f"{target.module}.{own}" if full else own for target in targets for own in target.own_names
+    }
+    nearest = difflib.get_close_matches(pattern, sorted(names), n=1, cutoff=0.0)[0]
+    return f'did you mean "{nearest}"?'

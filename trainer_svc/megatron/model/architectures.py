@@ -1,17 +1,19 @@
-"""From a Hugging Face `config.json` to Megatron's configuration, by a table of architectures."""
+"""From a Hugging Face `config.json` to a base model's shape, by a table of architectures.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from common.errors import ConfigError
-from trainer_svc.megatron.model.names import Heads
+from trainer_svc.megatron.model import hf_experts
+from trainer_svc.megatron.model.base_config import BaseConfig, Experts, Heads, LatentAttention
+from trainer_svc.megatron.model.hf_config import HfConfig
+from trainer_svc.megatron.model.hf_rope import read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,10 @@ class Architecture:
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    latent_attention: bool = False
+    experts: Callable[[HfConfig], Experts] | None = None
+    rotary_base: float = 10000.0
+    """Where `config.json` has none."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -27,82 +33,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts=hf_experts.qwen3_moe),
+    "MixtralForCausalLM": Architecture(experts=hf_experts.mixtral, rotary_base=1e6),
+    "DeepseekV2ForCausalLM": Architecture(latent_attention=True, experts=hf_experts.deepseek_v2),
+    "DeepseekV3ForCausalLM": Architecture(latent_attention=True, experts=hf_experts.deepseek_v3),
 }
 
-_MUST_BE = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "quantization_config": None,
+_IMPLEMENTED = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0.0,),
+    "mlp_bias": (False,),
+    "rope_interleave": (True,),
+    "quantization_config": (),
 }
-"""Keys of `config.json` for which nothing but this value is implemented."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaseConfig:
-    """A base model's shape; sizes are those of the whole model."""
-
-    architecture: Architecture
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    vocab_size: int
-    max_sequence_length: int
-    heads: Heads
-    norm_eps: float
-    rotary_base: float
-    tied_embeddings: bool
-
-    def to_megatron(self, *, dtype: torch.dtype, tensor_parallel_size: int) -> TransformerConfig:
-        """Megatron's configuration with every fused kernel off.
-
-        Raises:
-            ConfigError: heads, groups, feed-forward or vocabulary do not split over the ranks.
-        """
-        self._check_split(tensor_parallel_size)
-        return TransformerConfig(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.heads.heads,
-            num_query_groups=self.heads.groups,
-            kv_channels=self.heads.head_dim,
-            tensor_model_parallel_size=tensor_parallel_size,
-            normalization="RMSNorm",
-            layernorm_epsilon=self.norm_eps,
-            qk_layernorm=self.architecture.qk_norm,
-            add_bias_linear=False,
-            add_qkv_bias=self.architecture.qkv_bias,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            params_dtype=dtype,
-            bf16=dtype is torch.bfloat16,
-            use_cpu_initialization=True,
-            perform_initialization=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
-            apply_rope_fusion=False,
-            persist_layer_norm=False,
-        )
-
-    def _check_split(self, size: int) -> None:
-        split = {
-            "num_attention_heads": self.heads.heads,
-            "num_key_value_heads": self.heads.groups,
-            "intermediate_size": self.ffn_hidden_size,
-            "vocab_size": self.vocab_size,
-        }
-        for name, value in split.items():
-            if value % size:
-                raise ConfigError(
-                    f"tensor_parallel_size: found {size}, which does not divide the model's "
-                    f"{name} of {value}; choose a divisor"
-                )
+"""What these keys of `config.json` may say."""
 
 
 def read_base_config(model_dir: Path) -> BaseConfig:
@@ -112,36 +57,33 @@ def read_base_config(model_dir: Path) -> BaseConfig:
         ConfigError: no such directory, an unknown architecture, or a feature that is not
             implemented.
     """
-    path = model_dir / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"model_dir: found no {path}; give a Hugging Face model directory")
-    raw: dict[str, Any] = json.loads(path.read_text())
-    architecture = _architecture(raw)
-    for key, wanted in _MUST_BE.items():
-        found = raw.get(key, wanted)
-        if found != wanted and not _switched_off(raw, key):
-            raise ConfigError(f"{path}: {key} is {found}; only {wanted} is implemented")
-    heads = int(raw["num_attention_heads"])
+    config = HfConfig.read(model_dir)
+    architecture = _architecture(config)
+    for name, implemented in _IMPLEMENTED.items():
+        config.allow(name, *implemented)
+    _refuse_windows(config)
+    rotary_base, rope_scaling = read_rope(config, default_base=architecture.rotary_base)
+    mla = _latent_attention(config) if architecture.latent_attention else None
     return BaseConfig(
-        architecture=architecture,
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        ffn_hidden_size=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        max_sequence_length=raw["max_position_embeddings"],
-        heads=Heads(
-            heads=heads,
-            groups=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        ),
-        norm_eps=raw["rms_norm_eps"],
-        rotary_base=_rotary_base(raw, path),
-        tied_embeddings=raw.get("tie_word_embeddings", False),
+        num_layers=config.need("num_hidden_layers"),
+        hidden_size=config.need("hidden_size"),
+        ffn_hidden_size=config.need("intermediate_size"),
+        vocab_size=config.need("vocab_size"),
+        max_sequence_length=config.need("max_position_embeddings"),
+        heads=_heads(config, mla),
+        norm_eps=config.need("rms_norm_eps"),
+        rotary_base=rotary_base,
+        rope_scaling=rope_scaling,
+        tied_embeddings=config.get("tie_word_embeddings", default=False),
+        qkv_bias=architecture.qkv_bias,
+        qk_norm=architecture.qk_norm,
+        mla=mla,
+        moe=architecture.experts(config) if architecture.experts else None,
     )
 
 
-def _architecture(raw: dict[str, Any]) -> Architecture:
-    (name,) = raw.get("architectures") or ("none",)
+def _architecture(config: HfConfig) -> Architecture:
+    (name,) = config.get("architectures") or ("none",)
     if name not in ARCHITECTURES:
         raise ConfigError(
             f"architectures: found {name}; implemented are {', '.join(sorted(ARCHITECTURES))}"
@@ -149,17 +91,32 @@ def _architecture(raw: dict[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _switched_off(raw: dict[str, Any], key: str) -> bool:
-    """Qwen2 states a sliding window and says elsewhere whether it is used."""
-    return key == "sliding_window" and raw.get("use_sliding_window") is False
+def _refuse_windows(config: HfConfig) -> None:
+    """Qwen states a sliding window and says elsewhere whether it is used."""
+    if config.get("use_sliding_window") is not False:
+        config.allow("sliding_window")
+    for kind in config.get("layer_types", default=()):
+        HfConfig(config.source, {"layer_types": kind}).allow("layer_types", "full_attention")
 
 
-def _rotary_base(raw: dict[str, Any], path: Path) -> float:
-    """`rope_theta`, on its own (transformers 4) or inside `rope_parameters` (transformers 5)."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"{path}: RoPE type is {kind}; only default is implemented")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor is not 1; only 1 is implemented")
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+def _heads(config: HfConfig, mla: LatentAttention | None) -> Heads:
+    heads = int(config.need("num_attention_heads"))
+    if mla is not None:
+        return Heads(heads=heads, groups=heads, head_dim=mla.nope_head_dim + mla.rope_head_dim)
+    return Heads(
+        heads=heads,
+        groups=config.get("num_key_value_heads", default=heads),
+        head_dim=config.get("head_dim", default=config.need("hidden_size") // heads),
+    )
+
+
+def _latent_attention(config: HfConfig) -> LatentAttention:
+    if "q_lora_rank" not in config.keys:
+        config.need("q_lora_rank")  # Null means none; transformers takes 1536 for a missing one.
+    return LatentAttention(
+        q_lora_rank=config.get("q_lora_rank"),
+        kv_lora_rank=config.need("kv_lora_rank"),
+        nope_head_dim=config.need("qk_nope_head_dim"),
+        rope_head_dim=config.need("qk_rope_head_dim"),
+        v_head_dim=config.need("v_head_dim"),
+    )

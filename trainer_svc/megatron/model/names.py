@@ -1,57 +1,89 @@
-"""The table between Megatron's names and layouts and Hugging Face's: pure functions.
+"""Between Megatron's parameters and Hugging Face's tensors: pure functions.
 
-Megatron fuses what Hugging Face keeps apart. `linear_qkv` interleaves q, k and v by key-value
-group; `linear_fc1` holds gate above up, on every tensor-parallel rank its own part of both.
+Names of Megatron's count layers and experts over the whole model here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-QKV = "self_attention.linear_qkv"
-PROJ = "self_attention.linear_proj"
-FC1 = "mlp.linear_fc1"
-FC2 = "mlp.linear_fc2"
+from trainer_svc.megatron.model.base_config import BaseConfig, Heads
+from trainer_svc.megatron.model.linears import Fusion, Linear, Split, layer_linears
 
-LINEARS: dict[str, tuple[str, ...]] = {
-    QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    PROJ: ("self_attn.o_proj",),
-    FC1: ("mlp.gate_proj", "mlp.up_proj"),
-    FC2: ("mlp.down_proj",),
-}
-"""Every linear of a layer in walking order, and the Hugging Face projections it stands for."""
-
-NORMS: dict[str, str] = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "self_attention.q_layernorm": "self_attn.q_norm",
-    "self_attention.k_layernorm": "self_attn.k_norm",
-}
-"""Norms of a layer."""
-
-GLOBALS: dict[str, str] = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-"""Parameters outside the layers."""
+_EMBEDDING = "model.embed_tokens.weight"
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """Attention geometry of the whole model, before any tensor-parallel split."""
+class Stored:
+    """What a Megatron parameter is made of: whole Hugging Face tensors, in `fuse`'s order."""
 
-    heads: int
-    groups: int
-    head_dim: int
+    names: tuple[str, ...]
+    split: Split = Split.NONE
+    fusion: Fusion = Fusion.NONE
+    is_expert: bool = False
+    """Whether `split` is over the expert-tensor-parallel ranks."""
+
+
+def stored(base: BaseConfig, name: str) -> Stored:
+    """Where a directory of Hugging Face's keeps a parameter, or an expert bias.
+
+    Raises:
+        KeyError: the model has no such parameter.
+    """
+    inside = split_layer(name)
+    if inside is None:
+        return _outside_layers(base)[name]
+    layer, rest = inside
+    module, _, leaf = rest.rpartition(".")
+    prefix = f"model.layers.{layer}."
+    if leaf == "expert_bias" and base.moe is not None:
+        return Stored((f"{prefix}{base.moe.hf_block}.gate.e_score_correction_bias",))
+    norms = _norms(base)
+    if module in norms:
+        return Stored((f"{prefix}{norms[module]}.{leaf}",))
+    expert = _EXPERT.search(module)
+    linear = _linears(base, layer)[_EXPERT.sub("{expert}", module)]
+    number = expert.group() if expert else ""
+    return Stored(
+        tuple(f"{prefix}{p.name.format(expert=number)}.{leaf}" for p in linear.projections),
+        split=linear.split,
+        fusion=linear.fusion,
+        is_expert=linear.is_expert,
+    )
+
+
+def _outside_layers(base: BaseConfig) -> dict[str, Stored]:
+    output = _EMBEDDING if base.tied_embeddings else "lm_head.weight"
+    return {
+        "embedding.word_embeddings.weight": Stored((_EMBEDDING,), Split.ROWS),
+        "decoder.final_layernorm.weight": Stored(("model.norm.weight",)),
+        "output_layer.weight": Stored((output,), Split.ROWS),
+    }
+
+
+def _norms(base: BaseConfig) -> dict[str, str]:
+    query, key = ("q_norm", "k_norm") if base.mla is None else ("q_a_layernorm", "")
+    return {
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "self_attention.q_layernorm": f"self_attn.{query}",
+        "self_attention.k_layernorm": f"self_attn.{key}",
+        "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    }
+
+
+def _linears(base: BaseConfig, layer: int) -> dict[str, Linear]:
+    return {linear.name: linear for linear in layer_linears(base, layer)}
 
 
 def module_name(layer: int, linear: str) -> str:
-    """Full Megatron name of a linear; `layer` counts over the whole model."""
+    """Full Megatron name of a module inside a layer."""
     return f"decoder.layers.{layer}.{linear}"
 
 
@@ -68,39 +100,37 @@ def split_layer(name: str) -> tuple[int, str] | None:
     return int(layer), rest
 
 
-def hf_names(name: str) -> tuple[str, ...]:
-    """Hugging Face tensors behind one Megatron parameter, in the order `fuse` takes them.
+def global_name(name: str, *, first_layer: int, first_expert: int) -> str:
+    """A name of a rank's own model with its layers and experts counted over the whole model.
 
-    Raises:
-        KeyError: the table has no such parameter.
+    >>> name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+    >>> global_name(name, first_layer=2, first_expert=4)
+    'decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight'
     """
     inside = split_layer(name)
     if inside is None:
-        return (GLOBALS[name],)
+        return name
     layer, rest = inside
-    module, _, leaf = rest.rpartition(".")
-    parts = LINEARS[module] if module in LINEARS else (NORMS[module],)
-    return tuple(f"model.layers.{layer}.{part}.{leaf}" for part in parts)
+    rest = _EXPERT.sub(lambda match: str(int(match.group()) + first_expert), rest)
+    return module_name(layer + first_layer, rest)
 
 
-def peft_name(layer: int, projection: str, matrix: str) -> str:
-    """PEFT's name of an adapter tensor; `matrix` is `lora_A` or `lora_B`."""
-    return f"base_model.model.model.layers.{layer}.{projection}.{matrix}.weight"
+def fuse(fusion: Fusion, parts: Sequence[Tensor], *, heads: Heads) -> Tensor:
+    """Rows of the fused linear (out, ...) from its projections' rows.
 
-
-def fuse(linear: str, parts: Sequence[Tensor], *, heads: Heads) -> Tensor:
-    """Rows of the fused linear (out, ...) from its projections' rows; fc1 is gate above up."""
-    if linear != QKV:
+    `linear_qkv` interleaves q, k and v by key-value group; `linear_fc1` is gate above up.
+    """
+    if fusion is not Fusion.QKV:
         return torch.cat(list(parts))
     tail = parts[0].shape[1:]
     grouped = [part.reshape(heads.groups, -1, *tail) for part in parts]
     return torch.cat(grouped, dim=1).reshape(-1, *tail)
 
 
-def split(linear: str, fused: Tensor, *, heads: Heads) -> tuple[Tensor, ...]:
+def split(fusion: Fusion, fused: Tensor, *, heads: Heads) -> tuple[Tensor, ...]:
     """Inverse of `fuse`: each projection's rows in Hugging Face's order, contiguous."""
-    if linear != QKV:
-        return fused.chunk(len(LINEARS[linear]))
+    if fusion is not Fusion.QKV:
+        return fused.chunk(_blocks(fusion))
     per_group = heads.heads // heads.groups
     tail = fused.shape[1:]
     grouped = fused.reshape(heads.groups, (per_group + 2) * heads.head_dim, *tail)
@@ -108,17 +138,26 @@ def split(linear: str, fused: Tensor, *, heads: Heads) -> tuple[Tensor, ...]:
     return tuple(part.reshape(-1, *tail) for part in torch.split(grouped, sizes, dim=1))
 
 
-def shard_rows(linear: str, fused: Tensor, *, rank: int, size: int) -> Tensor:
+def shard_rows(fusion: Fusion, fused: Tensor, *, rank: int, size: int) -> Tensor:
     """Rows that tensor-parallel rank `rank` of `size` holds of a column-parallel linear."""
-    return torch.cat([block.chunk(size)[rank] for block in fused.chunk(_blocks(linear))])
+    return torch.cat([block.chunk(size)[rank] for block in fused.chunk(_blocks(fusion))])
 
 
-def join_rows(linear: str, shards: Sequence[Tensor]) -> Tensor:
+def join_rows(fusion: Fusion, shards: Sequence[Tensor]) -> Tensor:
     """Inverse of `shard_rows`, from all ranks' rows in rank order."""
-    parts = [shard.chunk(_blocks(linear)) for shard in shards]
-    return torch.cat([part[block] for block in range(_blocks(linear)) for part in parts])
+    parts = [shard.chunk(_blocks(fusion)) for shard in shards]
+    return torch.cat([part[block] for block in range(_blocks(fusion)) for part in parts])
 
 
-def _blocks(linear: str) -> int:
+def shard(stored: Stored, whole: Tensor, *, rank: int, size: int) -> Tensor:
+    """What tensor-parallel rank `rank` of `size` holds of a whole, fused parameter."""
+    if size == 1 or stored.split is Split.NONE:
+        return whole
+    if stored.split is Split.ROWS:
+        return shard_rows(stored.fusion, whole, rank=rank, size=size)
+    return whole.chunk(size, dim=1)[rank]
+
+
+def _blocks(fusion: Fusion) -> int:
     """Blocks of rows that are each split over the ranks: gate and up, else the whole."""
-    return len(LINEARS[FC1]) if linear == FC1 else 1
+    return 2 if fusion is Fusion.GATE_UP else 1

@@ -1,92 +1,62 @@
-"""Log-probabilities and loss of one micro-batch."""
+"""What the policy says of a micro-batch's completion tokens, and what the objective gets of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from trainer_svc.megatron.model.build import hidden_states, output_logits
-from trainer_svc.megatron.settings import TrainSettings
-from trainer_svc.megatron.training import objective
-from trainer_svc.megatron.training.batching import MicroBatch
+from trainer_svc.megatron.model.forward import output_logits
+from trainer_svc.megatron.training.packing import MicroBatch
+from trainer_svc.megatron.training.scores import TokenScores, token_scores
+from trainer_svc.megatron.training.tokens import TokenBatch
 
 
-def completion_logprobs(model: GPTModel, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Log-probability of every completion token: (num_tokens,), float32.
+def completion_scores(
+    model: GPTModel, hidden: Tensor, micro: MicroBatch, *, temperature: float
+) -> TokenScores:
+    """Scores of every completion token from the row's final hidden states (T, 1, hidden).
 
-    Logits exist for completion tokens alone: over the whole batch they would outweigh all else.
+    Logits exist for completion tokens alone: over the whole row they would outweigh all else.
     """
-    hidden = hidden_states(model, micro.tokens)
-    logits = output_logits(model, hidden[micro.positions, micro.rows])
-    return objective.token_logprobs(logits, micro.targets, temperature=temperature)
+    logits = output_logits(model, hidden[micro.sources, 0])
+    return token_scores(logits, micro.targets, temperature=temperature)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTerms:
-    """Per-token values of one micro-batch, each (num_tokens,); `loss` carries the gradient."""
-
-    loss: Tensor
-    kl: Tensor
-    clip_fraction: Tensor
-    mismatch: Tensor
-    mismatch_kl: Tensor
-    tis_weight: Tensor
-
-    def sums(self) -> Tensor:
-        """Sum of every field in order, float64: (6,)."""
-        values = [getattr(self, field.name).detach() for field in fields(self)]
-        return torch.stack([value.double().sum() for value in values])
-
-
-METRIC_NAMES = tuple(field.name for field in fields(TokenTerms))
-
-
-def token_terms(
+def token_batch(
     micro: MicroBatch,
-    logprobs: Tensor,
+    scores: TokenScores,
     *,
     sampled: Tensor | None,
-    on_policy: bool,
     reference: Tensor | None,
-    settings: TrainSettings,
-) -> TokenTerms:
-    """The loss of every token and what is reported of it.
-
-    Source: the decoupled objective of Hilton et al. (arXiv 2110.00641), as AReaL (arXiv 2505.24298)
-    has it. The ratio that is clipped is taken against the policy before the step; that policy's
-    truncated weight against the rollout's own log-probabilities corrects for samples of an older
-    version, and for the rollout's other arithmetic alike.
+    on_policy: bool,
+    weights: Sequence[float],
+) -> TokenBatch:
+    """What the objective looks at.
 
     Args:
-        logprobs: of the current policy, with gradient.
-        sampled: of the policy before the step, which sampled unless the samples are stale; without
-            dropout. None means `logprobs` are those.
+        scores: of the current policy, with gradient.
+        sampled: log-probabilities of the policy before the step, without dropout. None means the
+            current ones are those.
+        reference: those of the base model, where the objective needs them.
         on_policy: the current policy is the one before the step, so that every ratio is 1.
-        reference: of the base model; None leaves the KL term out.
+        weights: of a token of every sample of the sequence that was packed.
     """
-    current = logprobs.detach()
+    current = scores.logprobs.detach()
     sampled = current if sampled is None else sampled
-    policy = objective.policy_loss(
-        logprobs,
-        current if on_policy else sampled,
-        micro.advantages,
-        clip_low=settings.clip_ratio,
-        clip_high=settings.clip_ratio_high or settings.clip_ratio,
-    )
-    weight = torch.ones_like(sampled)
-    if settings.tis_cap > 0:
-        weight = objective.tis_weights(sampled, micro.rollout_logprobs, cap=settings.tis_cap)
-    kl = torch.zeros_like(sampled)
-    if reference is not None:
-        kl = objective.kl_k3(logprobs, reference)
-    return TokenTerms(
-        loss=weight * policy.per_token + settings.kl_coef * kl,
-        kl=kl,
-        clip_fraction=policy.clipped,
-        mismatch=(sampled - micro.rollout_logprobs).abs(),
-        mismatch_kl=objective.kl_k3(micro.rollout_logprobs, sampled),
-        tis_weight=weight,
+    lengths = torch.tensor(micro.lengths, dtype=torch.int64)
+    own = torch.tensor([weights[index] for index in micro.order])
+    return TokenBatch(
+        logprobs=scores.logprobs,
+        old_logprobs=current if on_policy else sampled,
+        trainer_logprobs=sampled,
+        rollout_logprobs=micro.rollout_logprobs,
+        advantages=micro.advantages,
+        weights=own.repeat_interleave(lengths).to(current.device),
+        sample=torch.arange(len(lengths)).repeat_interleave(lengths).to(current.device),
+        num_samples=len(lengths),
+        reference_logprobs=reference,
+        entropy=scores.entropy,
     )

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
-from refit.v1 import adapter_pb2
+from refit.v1 import adapter_pb2, tensor_pb2
+from safetensors.numpy import save_file
 
-from common.adapter import AdapterRef
+from common.adapter import BASE_NAME, AdapterRef
 from common.errors import CorruptUpdate, InvalidField, ReplicaNotFound
 from tests.large_adapters import make_large
 from tests.subscriptions import Run, committed, refused, subscription_request
+from tests.whole_weights import make_weights
+from trainer_svc.base_weights import BaseWeights
 
 
 async def test_no_prompt_before_the_report(run: Run) -> None:
@@ -176,3 +181,42 @@ async def test_a_long_reason_is_cut(run: Run) -> None:
         run.fleet.report(report)
         assert replica.refusal is not None
         assert replica.refusal.reason == "a" * 1024
+
+
+async def test_a_base_that_was_committed_is_no_version(run: Run, tmp_path: Path) -> None:
+    """Its refusal is shown until it is committed; other bytes than were sent are corrupt."""
+    save_file({"model.norm.weight": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    run.publisher.base = BaseWeights(tmp_path, base_fingerprint="base")
+    run.publish(1)
+    request = subscription_request()
+    request.capabilities.needs_base = True
+    request.capabilities.kinds.extend(
+        [adapter_pb2.ADAPTER_KIND_LORA, adapter_pb2.ADAPTER_KIND_BASE]
+    )
+    with run.fleet.members.joined(request) as replica:
+        assert replica.subscription.needs_base
+        early = AdapterRef("run", BASE_NAME, 1, b"x" * 32)
+        with pytest.raises(InvalidField, match="was never sent"):
+            run.fleet.report(committed("r1", early))
+        ref = (await run.publisher.base.content("run")).ref
+        run.fleet.report(refused("r1", ref))
+        assert run.fleet.state(replica).reason.startswith("refused @base@1")
+        with pytest.raises(CorruptUpdate, match="committed @base@1"):
+            run.fleet.report(committed("r1", early))
+        report = committed("r1", ref)
+        report.ClearField("held")
+        run.fleet.report(report)
+        assert run.fleet.state(replica).reason == "receives default@1"
+        assert replica.committed == {}
+
+
+async def test_a_merged_run_sends_no_base_first(run: Run) -> None:
+    """A merged version brings every weight itself."""
+    content = make_weights()
+    run.fleet.require(content.manifest)
+    request = subscription_request()
+    request.capabilities.needs_base = True
+    request.capabilities.kinds.append(adapter_pb2.ADAPTER_KIND_MERGED)
+    request.capabilities.dtypes.append(tensor_pb2.DTYPE_BFLOAT16)
+    with run.fleet.members.joined(request) as replica:
+        assert not replica.subscription.needs_base

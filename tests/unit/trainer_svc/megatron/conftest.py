@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from trainer_svc.megatron import parallel
 from trainer_svc.megatron.protocol import Batch, Sample
-from trainer_svc.megatron.settings import WorkerSettings
+from trainer_svc.megatron.settings import ParallelSettings, WorkerSettings
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Megatron's groups over this one process."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel.start(tensor_parallel_size=1)
+    parallel.start(ParallelSettings())
     yield
     dist.destroy_process_group()
 

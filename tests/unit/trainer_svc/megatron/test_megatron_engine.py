@@ -2,20 +2,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
-from trainer_svc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.megatron.engine import MegatronTrainer
-from trainer_svc.megatron.lora.layers import trainable_parameters
+from trainer_svc.megatron.lora.layers import trained_tensors
 from trainer_svc.megatron.protocol import Batch
 from trainer_svc.megatron.settings import WorkerSettings
-from trainer_svc.megatron.training.batching import micro_batches
 
 pytestmark = pytest.mark.usefixtures("ranks")
 
@@ -33,6 +31,11 @@ def on_policy(trainer: MegatronTrainer, batch: Batch) -> Batch:
     logprobs = trainer.logprobs(batch)
     pairs = zip(batch.samples, logprobs, strict=True)
     return replace(batch, samples=tuple(replace(s, rollout_logprobs=tuple(lp)) for s, lp in pairs))
+
+
+def values(trainer: MegatronTrainer) -> list[Tensor]:
+    """A copy of everything that trains."""
+    return [t.parameter.detach().clone() for t in trained_tensors(trainer.base.chunks)]
 
 
 def total(values: list[float]) -> float:
@@ -113,16 +116,6 @@ def test_micro_batches_change_nothing_but_the_rounding(
     assert small["loss"] == pytest.approx(whole["loss"], abs=1e-6)
 
 
-def test_micro_batches_keep_to_the_budget_and_pad_little(batch: Batch) -> None:
-    micros = micro_batches(batch.samples, token_budget=24, device=torch.device("cpu"))
-    assert sorted(i for micro in micros for i in micro.order) == list(range(6))
-    assert [micro.order for micro in micros] == [(4,), (3, 1), (0,), (5,), (2,)]
-    assert all(micro.tokens.numel() <= 24 for micro in micros)
-    assert [micro.rewarded for micro in micros] == [True, True, True, False, False]
-    assert micros[1].targets.tolist() == [43, 44, 45, 46, 47, 48, 41, 42, 43, 44]
-    assert micros[1].positions.tolist() == [4, 5, 6, 7, 8, 9, 2, 3, 4, 5]
-
-
 def test_the_kl_term_holds_the_policy_near_the_base(settings: WorkerSettings, batch: Batch) -> None:
     distances = []
     for kl_coef in (0.01, 10.0):
@@ -166,22 +159,20 @@ def test_a_cap_of_zero_leaves_the_importance_weight_out(
 
 def test_without_an_advantage_nothing_moves(settings: WorkerSettings, batch: Batch) -> None:
     trainer = MegatronTrainer(settings)
-    before = [p.detach().clone() for p in trainable_parameters(trainer.model)]
+    before = values(trainer)
     flat = replace(batch, samples=tuple(replace(s, advantage=0.0) for s in batch.samples))
     assert trainer.step(flat)["grad_norm"] == 0.0
-    after = trainable_parameters(trainer.model)
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(values(trainer), before, strict=True))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(
     settings: WorkerSettings, batch: Batch
 ) -> None:
     trainer = MegatronTrainer(settings)
-    before = [p.detach().clone() for p in trainable_parameters(trainer.model)]
+    before = values(trainer)
     broken = replace(batch, samples=tuple(replace(s, advantage=math.inf) for s in batch.samples))
     assert trainer.step(broken)["skipped_updates"] == 1
-    after = trainable_parameters(trainer.model)
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(values(trainer), before, strict=True))
 
 
 def test_gradients_are_clipped_and_the_learning_rate_warms_up(
@@ -195,75 +186,44 @@ def test_a_bfloat16_adapter_follows_float32_masters(settings: WorkerSettings, ba
     """Updates too small for bfloat16 add up in the masters instead of getting lost."""
     small = changed(settings, lora={"dtype": "bfloat16"}, train={"lr": 1e-5})
     trainer = MegatronTrainer(small)
-    parameter = trainable_parameters(trainer.model)[0]
-    before = parameter.detach().clone()
+    before = values(trainer)[0]
     for _ in range(3):
         trainer.step(batch)
-    state = trainer.optimizer.state_dict()
-    drift = state["masters"][0] - before.float()
-    assert parameter.dtype is torch.bfloat16
-    assert state["masters"][0].dtype is torch.float32
-    assert 0 < drift.abs().max() < 1e-4
-    assert torch.equal(parameter, state["masters"][0].bfloat16())
+    after = values(trainer)[0]
+    master = next(iter(trainer.optimizer.masters().values()))
+    assert (after.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+    assert 0 < (master - before.float()).abs().max() < 1e-4
+    assert torch.equal(after, master.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_resumes_bit_identically(
-    settings: WorkerSettings, batch: Batch, tmp_path: Path, dtype: str
+@pytest.mark.parametrize("sequences", ["shared", "packed"])
+def test_recomputed_activations_change_nothing(
+    settings: WorkerSettings, batch: Batch, sequences: str
 ) -> None:
-    own = changed(settings, lora={"dtype": dtype, "dropout": 0.3})
-    first = MegatronTrainer(own)
-    first.step(batch)
-    save_checkpoint(first, tmp_path / "step_1", state={"step": 1, "seen": [3, 4]})
-    expected = [first.step(batch) for _ in range(2)]
-
-    second = MegatronTrainer(changed(own, seed=99))
-    assert load_checkpoint(second, tmp_path / "step_1") == {"step": 1, "seen": [3, 4]}
-    found = [second.step(batch) for _ in range(2)]
-    for old, new in zip(expected, found, strict=True):
-        assert {**new, "seconds": 0} == {**old, "seconds": 0}
-    pairs = zip(trainable_parameters(first.model), trainable_parameters(second.model), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    found = []
+    for recompute in (False, True):
+        own = {"recompute": recompute, "sequences": sequences}
+        trainer = MegatronTrainer(changed(settings, train=own, lora={"dropout": 0.3}))
+        found.append((trainer.step(batch)["grad_norm"], values(trainer)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    for mine, other in zip(found[1][1], found[0][1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
-def test_a_resumed_run_follows_its_own_optimizer_settings(
-    settings: WorkerSettings, batch: Batch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: found 2 over 1 ranks"),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size: found 3 over 1 ranks"),
+        ({"virtual_pipeline_size": 2}, "virtual_pipeline_size: found 2 without a pipeline"),
+        (
+            {"expert_parallel_size": 2},
+            "expert_parallel_size . expert_tensor_parallel_size: found 2 over 1 ranks",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_the_ranks_are_refused_by_key(
+    settings: WorkerSettings, sizes: dict[str, int], message: str
 ) -> None:
-    first = MegatronTrainer(settings)
-    first.step(batch)
-    save_checkpoint(first, tmp_path / "step_1", state={})
-    own = {"betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.25}
-    second = MegatronTrainer(changed(settings, train=own))
-    load_checkpoint(second, tmp_path / "step_1")
-    (group,) = second.optimizer.state_dict()["adam"]["param_groups"]
-    assert {key: group[key] for key in own} == own
-
-
-def test_a_checkpoint_replaces_an_older_one_of_its_name(
-    settings: WorkerSettings, batch: Batch, tmp_path: Path
-) -> None:
-    trainer = MegatronTrainer(settings)
-    for step in range(2):
-        save_checkpoint(trainer, tmp_path / "last", state={"step": step})
-    assert load_checkpoint(trainer, tmp_path / "last") == {"step": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["last"]
-
-
-def test_no_checkpoint_is_a_config_error(settings: WorkerSettings, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give a directory that save made"):
-        load_checkpoint(MegatronTrainer(settings), tmp_path)
-
-
-def test_training_starts_from_an_adapter_directory(
-    settings: WorkerSettings, batch: Batch, tmp_path: Path
-) -> None:
-    trainer = MegatronTrainer(settings)
-    trainer.step(batch)
-    save_checkpoint(trainer, tmp_path / "one", state={})
-    other = MegatronTrainer(changed(settings, adapter_path=tmp_path / "one" / "adapter"))
-    assert other.logprobs(batch) == trainer.logprobs(batch)
-
-
-def test_ranks_that_do_not_divide_are_refused(settings: WorkerSettings) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size: found 2 over 1 ranks"):
-        MegatronTrainer(changed(settings, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=message):
+        MegatronTrainer(changed(settings, parallel=sizes))

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.adapter import Dtype, Layout, LoraConfig, Manifest, TensorSpec
+from common.adapter import Dtype, Kind, Layout, LoraConfig, Manifest, TensorSpec
 from common.errors import ConfigError, StagingFull
+from tests.whole_weights import make_weights
 from trainer_svc.megatron.protocol import (
     Batch,
     Sample,
@@ -32,10 +33,18 @@ def test_a_manifest_survives_the_line() -> None:
         TensorSpec("b", Dtype.FLOAT32, (2, 3), Layout.LORA_A, 0, bytes(range(32)), "a"),
         TensorSpec("c", Dtype.BFLOAT16, (4, 2), Layout.LORA_B, 24, bytes(32)),
     )
-    manifest = Manifest("base", LoraConfig(2, 5.5, ("k_proj", "q_proj"), True), specs)
+    patterns = {"rank_pattern": (("q_proj", 1),), "alpha_pattern": (("x", 1.5), ("y", 2.0))}
+    lora = LoraConfig(2, 5.5, ("k_proj", "q_proj"), True, True, **patterns)  # type: ignore[arg-type]
+    manifest = Manifest("base", lora, specs)
     found = manifest_from_json(decode(encode(manifest_to_json(manifest))))
     assert found == manifest
     assert found.digest() == manifest.digest()
+
+
+@pytest.mark.parametrize("kind", [Kind.MERGED, Kind.BASE])
+def test_a_manifest_of_whole_weights_survives_the_line(kind: Kind) -> None:
+    manifest = make_weights(kind=kind).manifest
+    assert manifest_from_json(decode(encode(manifest_to_json(manifest)))) == manifest
 
 
 def test_a_domain_error_arrives_as_its_own_class() -> None:

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from common.errors import ConfigError
-from trainer_svc.megatron.lora.targets import resolve_targets
-from trainer_svc.megatron.settings import LoraSettings, TrainSettings
+from trainer_svc.megatron.lora.settings import LoraSettings
+from trainer_svc.megatron.training.settings import TrainSettings
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan")])
@@ -42,52 +42,40 @@ def test_unknown_keys_are_refused() -> None:
         TrainSettings.model_validate({"learning_rate": 1e-4})
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "loftq", "corda"])
-def test_an_init_that_changes_the_base_is_refused_with_the_reason(init: str) -> None:
+@pytest.mark.parametrize("field", ["a_init", "b_init"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "OLoRA", "loftq", "corda", "lora_ga"])
+def test_an_init_that_changes_the_base_is_refused_with_the_reason(field: str, init: str) -> None:
     with pytest.raises(ValidationError, match="changes the base weights"):
-        LoraSettings.model_validate({"a_init": init})
+        LoraSettings.model_validate({field: init})
 
 
-def test_scale_is_linear_in_alpha_and_rslora_takes_the_root() -> None:
-    assert LoraSettings(rank=16, alpha=32).scale == 2.0
-    assert LoraSettings(rank=16, alpha=64).scale == 4.0
-    assert LoraSettings(rank=16, alpha=32, use_rslora=True).scale == 8.0
-
-
-def test_all_linear_means_every_linear_of_every_layer() -> None:
-    """faults.md 10, verl#7413: the word was walked letter by letter."""
-    assert len(resolve_targets("all-linear", num_layers=3)) == 12
-    with pytest.raises(ValidationError, match="target_modules"):
-        LoraSettings.model_validate({"target_modules": "linear_qkv"})
-
-
-def test_names_and_wildcards_pick_modules() -> None:
-    found = resolve_targets(["*.layers.0.*.linear_qkv", "linear_fc2"], num_layers=2)
-    assert found == {
-        "decoder.layers.0.self_attention.linear_qkv",
-        "decoder.layers.0.mlp.linear_fc2",
-        "decoder.layers.1.mlp.linear_fc2",
-    }
+def test_the_known_inits_are_accepted_under_pefts_name_too() -> None:
+    assert LoraSettings.model_validate({"a_init": "gaussian"}).a_init == "normal"
+    with pytest.raises(ValidationError, match="a_init"):
+        LoraSettings.model_validate({"a_init": "zero"})
 
 
 @pytest.mark.parametrize(
-    ("target", "nearest"),
+    ("values", "message"),
     [
-        ("linear_qvk", '"linear_qkv"'),
-        ("linear_fc3", '"linear_fc'),
-        ("*.layers.7.*.linear_proj", "self_attention.linear_proj"),
+        ({"target_modules": []}, "trains nothing"),
+        ({"target_modules": "linear_qkv"}, "target_modules"),
+        ({"type": "vera"}, "lora', 'canonical_lora' or 'dora"),
+        ({"rank_pattern": {"linear_qkv": 0}}, "rank_pattern"),
+        ({"alpha_pattern": {"linear_qkv": 0}}, "alpha_pattern"),
+        ({"dropout": 1}, "dropout"),
+        ({"type": "dora", "experts": "shared"}, "experts = per_expert"),
     ],
 )
-def test_a_target_without_a_match_names_the_nearest(target: str, nearest: str) -> None:
-    """faults.md 10."""
-    with pytest.raises(ConfigError, match="matches no module") as caught:
-        resolve_targets(["linear_qkv", target], num_layers=2)
-    assert f"did you mean {nearest}" in str(caught.value) or nearest in str(caught.value)
+def test_what_cannot_be_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LoraSettings.model_validate(values)
 
 
 def test_the_service_side_loads_no_torch() -> None:
     code = (
         "import sys, trainer_svc.megatron.client, trainer_svc.rl.advantage\n"
+        "import trainer_svc.megatron.lora.plan\n"
         "print(sorted({'torch', 'megatron', 'numpy'} & set(sys.modules)))"
     )
     found = subprocess.run(

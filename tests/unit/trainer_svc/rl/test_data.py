@@ -43,7 +43,7 @@ def test_skipping_goes_on_where_a_run_stopped(tmp_path: Path) -> None:
         ("", "is empty"),
         ("\n \n", "is empty"),
         ('\n{"prompt": "a\u2028b\u0085c"}\n\n{', r"data\.jsonl:4: not JSON"),
-        ('{"prompt": 1}\r\n\r\n[]\r\n', r"data\.jsonl:3: needs a `messages`"),
+        ('{"prompt": 1}\r\n\r\n[]\r\n', r"data\.jsonl:3: found a list; give a JSON object"),
         ("{", r"data\.jsonl:1: not JSON"),
         ('{"prompt": 1}\n{"text": 1}', r"data\.jsonl:2: needs a `messages` or a `prompt` key"),
     ],
@@ -89,3 +89,19 @@ def test_a_function_is_found_by_name() -> None:
 def test_a_function_that_is_not_there_is_named(name: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_function(name, field="rl.reward")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from math import nothing\n", "cannot import name 'nothing' from 'math'"),
+        ("def reward(:\n", r"invalid syntax \(broken.*\.py, line 1\)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    (tmp_path / f"broken_{len(text)}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"rl\.reward: 'broken_{len(text)}:reward': {expected}"):
+        load_function(f"broken_{len(text)}:reward", field="rl.reward")

@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import WorkerLost
 from tests.rl_bench import Bench, Ranks
+from trainer_svc.megatron.protocol import Sample
 
 
 async def test_in_turns_every_sample_is_of_the_version_that_trains(tmp_path: Path) -> None:
@@ -131,3 +132,43 @@ async def test_the_row_shows_the_slowest_replica(tmp_path: Path, key: str) -> No
     bench = Bench(tmp_path, replicas=2, commits=commits)
     run = await bench.run(steps=1)
     assert run.rows[0][key] == {"wire_bytes": 77, "canary_difference": 0.125}[key]
+
+
+async def test_lessons_come_before_the_first_version_and_once(tmp_path: Path) -> None:
+    """The ranks die in the warm start, which begins anew, and in step 2, which needs none."""
+
+    async def die(step: int) -> None:
+        if (len(ranks.settings), step) in ((1, 2), (3, 6)):
+            ranks.trained.append([])
+            raise WorkerLost("ranks ended")
+
+    ranks = Ranks(die)
+    lessons = [Sample((number,), (9,), (0.0,), 1.0) for number in range(40)]
+    run = await Bench(tmp_path, ranks=ranks, lessons=lessons).run(steps=2, checkpoint_every_steps=1)
+
+    assert [len(samples) for samples in run.trained] == [32, 0, 32, 8, 4, 0, 4]
+    losses = [settings.train.loss for settings in ranks.settings]
+    assert losses == ["cross_entropy", "cross_entropy", "grpo", "grpo"]
+    adapter = tmp_path / "warm_start" / "adapter"
+    assert [settings.adapter_path for settings in ranks.settings] == [None, None, adapter, None]
+    assert run.column("version") == [2, 4]
+
+
+async def test_side_policies_go_out_under_the_number_of_the_policy(tmp_path: Path) -> None:
+    """`old` follows after every second step; its publication makes no sample staler."""
+    run = await (bench := Bench(tmp_path)).run(
+        sides=("old", "reference"), steps=5, old_policy={"interval": 2, "decay": 0.75}
+    )
+
+    assert run.publisher.sides == [("old", 1), ("reference", 1), ("old", 3), ("old", 5)]
+    assert bench.ranks.adapters == ["old"]
+    assert bench.ranks.averages == [("old", 0.75, 2), ("old", 0.75, 4)]
+    assert run.column("staleness") == [{"0": 4}] * 5
+    assert run.column("version") == [2, 3, 4, 5, 6]
+
+
+async def test_old_checkpoints_go_when_a_new_one_is_saved(tmp_path: Path) -> None:
+    await Bench(tmp_path).run(steps=5, checkpoint_every_steps=1, keep_checkpoints=2)
+
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000005"]
