@@ -63,7 +63,9 @@ class MegatronTrainer:
             trained_tensors(self.base.chunks), settings=settings.train
         )
         self.policies = PolicyAdapters(self.base.chunks, masters=self.optimizer.masters())
-        self.exporter = AdapterExporter(self.base, plan=self.plan)
+        self.exporter = AdapterExporter(
+            self.base, plan=self.plan, base_model_name=str(settings.model_dir)
+        )
         self._objective = Objective(settings.train)
         self.movable_base = MovableBase(self.base.chunks, device=device.compute_device())
         if settings.offload_base:

@@ -96,7 +96,6 @@ class _Unit:
 def _units(samples: Sequence[Sample], *, shared: bool, token_budget: int) -> Iterator[_Unit]:
     groups = prompt_groups(samples) if shared else [[index] for index in range(len(samples))]
     for group in groups:
-        rewarded = any(samples[index].advantage != 0 for index in group)
         prompt = len(samples[group[0]].prompt_ids)
         chosen: list[int] = []
         total = prompt
@@ -104,11 +103,16 @@ def _units(samples: Sequence[Sample], *, shared: bool, token_budget: int) -> Ite
             # What follows a completion's last token is nothing to learn from.
             own = len(samples[index].completion_ids) - 1
             if chosen and total + own > token_budget:
-                yield _Unit(tuple(chosen), total, rewarded)
+                yield _unit(samples, chosen, num_tokens=total)
                 chosen, total = [], prompt
             chosen.append(index)
             total += own
-        yield _Unit(tuple(chosen), total, rewarded)
+        yield _unit(samples, chosen, num_tokens=total)
+
+
+def _unit(samples: Sequence[Sample], indices: Sequence[int], *, num_tokens: int) -> _Unit:
+    rewarded = any(samples[index].advantage != 0 for index in indices)
+    return _Unit(tuple(indices), num_tokens, rewarded)
 
 
 def _fill(units: Iterator[_Unit], *, padded: bool, token_budget: int) -> list[list[_Unit]]:

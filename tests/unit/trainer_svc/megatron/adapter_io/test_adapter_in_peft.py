@@ -67,12 +67,10 @@ def test_peft_gives_megatrons_logits(name: str, tmp_path: Path) -> None:
 def test_what_peft_saves_is_loaded(tmp_path: Path, use_dora: bool) -> None:
     """PEFT has an A for each projection; a DoRA on the linears that are no fused ones."""
     model_dir = tiny_models.save("llama", tmp_path / "model")
-    own, targets = ("linear_proj", "linear_fc2"), ["o_proj", "down_proj"]
+    own, targets = ["linear_proj", "linear_fc2"], ["o_proj", "down_proj"]
     if not use_dora:
-        own, targets = (
-            ("linear_*",),
-            [*targets, "q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"],
-        )
+        own += ["linear_qkv", "linear_fc1"]
+        targets += ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
     config = LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_dora=use_dora)
     trained = get_peft_model(tiny_models.load(model_dir), config)
     torch.manual_seed(5)
