@@ -244,12 +244,16 @@ class TrainerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _names_of_side_policies(self) -> TrainerConfig:
+    def _what_can_be_published(self) -> TrainerConfig:
         sides = self.side_policies
         if sides and self.merge == "trainer":
             raise ValueError(
                 f"merge: trainer, with {' and '.join(sides)} published; a replica with merged "
                 "weights serves one policy, so use merge = never or leave the others out"
+            )
+        if self.lora.type == "dora" and self.merge == "never":
+            raise ValueError(
+                "lora.type: dora, which no replica serves as an adapter; set merge = trainer"
             )
         if self.adapter in sides:
             raise ValueError(f"adapter: {self.adapter} is published as well; rename the policy")

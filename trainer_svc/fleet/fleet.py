@@ -157,6 +157,9 @@ class Fleet:
             for r in self.replicas
             for state, reason in [self.state(r)]
         ]
+        states += [
+            f"{address}: refused ({reason})" for address, reason in self.members.refused.items()
+        ]
         return (
             f"{adapter}@{version}: {needed} replicas must serve it, "
             f"{len(self._ready(adapter, version))} do; "

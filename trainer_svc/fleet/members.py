@@ -13,7 +13,7 @@ import grpc
 from refit.v1 import adapter_pb2
 
 from common.adapter import AdapterRef, Manifest
-from common.errors import AlreadyExists, ReplicaNotFound, Unavailable
+from common.errors import AlreadyExists, Incompatible, ReplicaNotFound, Unavailable
 from common.model_dir import BaseModel
 from common.signal import Signal
 from common.wire import ref_from_proto
@@ -66,6 +66,9 @@ class Members:
 
         self.changed = Signal()
         """Somebody came, left or changed."""
+
+        self.refused: dict[str, str] = {}
+        """Addresses of those that cannot serve the run, and why."""
 
         self._base = base
         self._publisher = publisher
@@ -132,12 +135,7 @@ class Members:
         check_names(request)
         if self.needed is None:
             raise Unavailable("the run is starting and has no adapter yet; subscribe again")
-        check_request(
-            request,
-            base=self._base,
-            needed=self.needed,
-            sends_base=self._publisher.base is not None,
-        )
+        self._check(request, needed=self.needed)
         live = self._replicas.get(request.replica_id)
         if live and live.address != request.advertised_address:
             raise AlreadyExists(
@@ -145,6 +143,22 @@ class Members:
                 "use a new id"
             )
         return live
+
+    def _check(self, request: adapter_pb2.AdapterUpdateRequest, *, needed: Manifest) -> None:
+        address = request.advertised_address
+        try:
+            check_request(
+                request,
+                base=self._base,
+                needed=needed,
+                sends_base=self._publisher.base is not None,
+            )
+        except Incompatible as error:
+            if self.refused.get(address) != str(error):
+                log.warning("replica at %s is refused: %s", address, error)
+            self.refused[address] = str(error)
+            raise
+        self.refused.pop(address, None)
 
     def _subscription(self, request: adapter_pb2.AdapterUpdateRequest) -> Subscription:
         partial = request.partial if request.HasField("partial") else None

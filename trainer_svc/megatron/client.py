@@ -52,7 +52,7 @@ class MegatronWorker:
     is unknown: close, and start others.
     """
 
-    def __init__(self, *, num_ranks: int, max_restarts: int, grace_seconds: float = 5.0) -> None:
+    def __init__(self, *, num_ranks: int, max_restarts: int, grace_seconds: float = 15.0) -> None:
         self._num_ranks = num_ranks
         self._max_restarts = max_restarts
         self._grace_seconds = grace_seconds

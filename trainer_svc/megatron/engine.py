@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.adapter import Dtype, Manifest
+from common.errors import ConfigError
 from trainer_svc.megatron import device, parallel, rng
 from trainer_svc.megatron.adapter_io.export import AdapterExporter
 from trainer_svc.megatron.adapter_io.load import load_adapter
@@ -72,7 +73,12 @@ class MegatronTrainer:
             self.movable_base.offload()
 
     def logprobs(self, batch: Batch) -> list[list[float]]:
-        """Log-probability of every completion token under the current policy, sample by sample."""
+        """Log-probability of every completion token under the current policy, sample by sample.
+
+        Raises:
+            ConfigError: a token is outside the vocabulary.
+        """
+        self._check_tokens(batch)
         share = self._share(batch, range(len(batch.samples)))
         lengths = [len(sample.completion_ids) for sample in batch.samples]
         flat = torch.zeros(sum(lengths), device=device.compute_device())
@@ -92,7 +98,11 @@ class MegatronTrainer:
 
         Means over completion tokens: what `Objective` reports. Of the last update: `grad_norm`
         before clipping, and `lr`. Then `skipped_updates`, `tokens` (of completions), `seconds`.
+
+        Raises:
+            ConfigError: a token is outside the vocabulary.
         """
+        self._check_tokens(batch)
         started = time.perf_counter()
         parts = min(self.settings.train.minibatches, len(batch.samples))
         shares = [self._share(batch, indices) for indices in deal(batch.samples, parts=parts)]
@@ -134,6 +144,18 @@ class MegatronTrainer:
     @cached_property
     def _merged_exporter(self) -> MergedExporter:
         return MergedExporter(self.base)
+
+    def _check_tokens(self, batch: Batch) -> None:
+        """Tensor-parallel ranks would take an unknown token for one without an embedding."""
+        size = self.base.config.vocab_size
+        for sample in batch.samples:
+            ids = (*sample.prompt_ids, *sample.completion_ids)
+            if min(ids) < 0 or max(ids) >= size:
+                odd = next(token for token in ids if not 0 <= token < size)
+                raise ConfigError(
+                    f"sample: token {odd} is outside the model's vocabulary of {size}; use the "
+                    "model's own tokenizer"
+                )
 
     def _share(self, batch: Batch, indices: Sequence[int]) -> _Share:
         """What this rank's copy of the model takes of a minibatch."""

@@ -42,7 +42,7 @@ def read_jsonl(path: Path, *, field: str) -> list[tuple[int, dict[str, Any]]]:
 def _object(line: str, *, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: found a {type(value).__name__}; give a JSON object")

@@ -57,6 +57,5 @@ class SidePolicies:
 
     async def _publish(self, name: str, *, version: int) -> None:
         adapter = await self._sources[name].read()
-        self._node.fleet.require(adapter.manifest)
         ref = self._node.publisher.publish(name, adapter.manifest, adapter.buffer, version=version)
         log.info("published %s", ref)

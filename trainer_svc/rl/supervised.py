@@ -130,6 +130,9 @@ def _check_messages(messages: Any, *, where: str) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             raise ConfigError(f"{where}.{index}: give an object with `role` and `content`")
+        for key in ("role", "content"):
+            if not isinstance(message[key], str):
+                raise ConfigError(f"{where}.{index}.{key}: found {message[key]!r}; give some text")
     last = messages[-1]
     if last["role"] != "assistant":
         raise ConfigError(f"{where}: the last is of {last['role']!r}; end with the assistant's")

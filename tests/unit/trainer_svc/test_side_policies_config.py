@@ -27,6 +27,7 @@ def test_a_run_publishes_its_policy_alone_unless_told() -> None:
     ("rl", "top", "message"),
     [
         ({"publish_reference": True}, {"merge": "trainer"}, "serves one policy"),
+        ({}, {"lora": {"type": "dora"}}, "dora, which no replica serves .* merge = trainer"),
         ({"old_policy": {}}, {"adapter": "old"}, "rename the policy"),
         ({}, {"train": {"kl_to": "old"}}, "set rl.old_policy"),
         ({"old_policy": {"decay": 1.5}}, {}, "less than or equal to 1"),

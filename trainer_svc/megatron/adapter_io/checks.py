@@ -34,6 +34,7 @@ def check_fits(
     assert lora is not None
     _check_type(path, lora, plan)
     _check_names(path, tensors, pieces)
+    _check_finite(path, tensors)
     for (site, pair, leaf), of_leaf in pieces.items():
         for piece in of_leaf:
             if leaf == A:
@@ -63,6 +64,15 @@ def _check_names(path: Path, tensors: Mapping[str, Tensor], pieces: Pieces) -> N
         )
 
 
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise Incompatible(
+                f"{path}: {name} has elements that are not finite, so no update could change them; "
+                "use an adapter from before"
+            )
+
+
 def _check_scale(path: Path, lora: LoraConfig, places: tuple[Place, ...], pair: Pair) -> None:
     for module in (place.read_name.parameter for place in places):
         rank, scale = lora.rank_of(module), lora.scale_of(module)
@@ -90,11 +100,17 @@ def _check_shared(
     value = first.view(tensors[first.name])
     for other in others:
         if not torch.equal(value, other.view(tensors[other.name])):
-            one, two = (place.read_name.module for place in (first, other))
+            one, two = (_called(place) for place in (first, other))
             raise Incompatible(
                 f"{path}: {one} and {two} differ in {first.read_name.own_name}, but have one "
                 f"here; {_way_out(plan, site)}"
             )
+
+
+def _called(place: Place) -> str:
+    """What users know it as; of a tensor of all experts, which expert."""
+    module = place.read_name.module
+    return module if place.num_experts == 1 else f"expert {place.expert} of {module}"
 
 
 def _way_out(plan: AdapterPlan, site: Site) -> str:

@@ -191,6 +191,8 @@ def _check_packed(plan: AdapterPlan, base: BaseConfig, experts: ExpertLayout) ->
             refuse(f"only {num_experts} experts of layer {layer} have an adapter")
         if len({pair.rank for site in sites for pair in site.pairs}) > 1:
             refuse(f"the adapters of layer {layer}'s experts differ in rank")
+        if len({pair.alpha for site in sites for pair in site.pairs}) > 1:
+            refuse(f"the adapters of layer {layer}'s experts differ in alpha")
         if any(site.pairs[0].projections != site.linear.projections for site in sites):
             refuse("gate and up have an adapter each")
         if len([key for key in groups if key[0] == layer]) != 2:

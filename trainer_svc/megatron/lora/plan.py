@@ -88,7 +88,23 @@ def plan_adapter(base: BaseConfig, settings: LoraSettings) -> AdapterPlan:
     sites = [
         _site(tuple(targets), settings) for _, targets in groupby(adapted, key=lambda t: t.name)
     ]
+    _check_experts(sites, settings)
     return AdapterPlan(settings, tuple(sites))
+
+
+def _check_experts(sites: list[Site], settings: LoraSettings) -> None:
+    """Raises `ConfigError` where a setting of experts' adapters is about none."""
+    if any(site.linear.is_expert for site in sites):
+        return
+    for field, found in (
+        ("experts", settings.experts),
+        ("expert_layout", settings.expert_layout.value),
+    ):
+        if found != "per_expert":
+            raise ConfigError(
+                f"lora.{field}: found {found}, but no expert of the model has an adapter; "
+                "leave it out, or add experts to lora.target_modules"
+            )
 
 
 def _adapted(targets: list[Target], settings: LoraSettings) -> list[Target]:

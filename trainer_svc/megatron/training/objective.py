@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
+from common.errors import ConfigError
 from trainer_svc.megatron.training.aggregation import token_weights
 from trainer_svc.megatron.training.importance import importance_weights
 from trainer_svc.megatron.training.kl import k3, kl_loss
 from trainer_svc.megatron.training.losses import find_loss
 from trainer_svc.megatron.training.settings import LOSSES, TrainSettings
 from trainer_svc.megatron.training.tokens import TokenBatch, TokenLoss
+
+_USERS_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What a function raises that does not fit."""
 
 
 class Objective:
@@ -31,7 +38,13 @@ class Objective:
         self._settings = settings
         self._loss = find_loss(settings.loss)
         # A user's function shows here whether it can be used, on every rank, before any rollout.
-        self._loss(_trial(), settings)
+        try:
+            self._loss(_trial(), settings)
+        except _USERS_ERRORS as error:
+            raise ConfigError(
+                f"train.loss: {settings.loss} failed on a trial of three tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     @property
     def needs_reference(self) -> bool:

@@ -111,12 +111,20 @@ class TrainSettings(Config):
 
     @model_validator(mode="after")
     def _bounds_that_hold(self) -> Self:
+        if self.tis_floor > 0 and self.tis_cap == 0:
+            raise ValueError(f"tis_floor: {self.tis_floor} bounds nothing while tis_cap is 0")
         if self.tis_floor > 0 and self.tis_mode == "truncate":
             raise ValueError(f"tis_floor: {self.tis_floor} bounds nothing unless tis_mode is mask")
         if 0 < self.tis_cap <= self.tis_floor:
             raise ValueError(
                 f"tis_floor: {self.tis_floor} is not below tis_cap, {self.tis_cap}; all would go"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _dual_clip_of_a_clipped_ratio(self) -> Self:
+        if self.clip_ratio_c is not None and self.loss in set(LOSSES) - {"grpo", "ppo"}:
+            raise ValueError(f"clip_ratio_c: {self.loss} has no dual clip; leave it out")
         return self
 
     @property

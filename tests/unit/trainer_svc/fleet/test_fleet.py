@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from refit.v1 import adapter_pb2
 
-from common.errors import WaitExpired
+from common.errors import Incompatible, WaitExpired
 from tests.subscriptions import Run, committed, refused, subscription_request
 from trainer_svc.fleet import Replica
 from trainer_svc.fleet import fleet as fleet_module
@@ -128,6 +128,12 @@ async def test_waiting_in_vain_says_why(run: Run) -> None:
         run.fleet.report(committed("r1", ref))
         await run.fleet.wait_for("default", 1, **wait)  # type: ignore[arg-type]
     with pytest.raises(WaitExpired, match="0 do; none is subscribed"):
+        await run.fleet.wait_for("default", 1, **wait)  # type: ignore[arg-type]
+    odd = subscription_request("r3")
+    odd.base_model.fingerprint = "other"
+    with pytest.raises(Incompatible), run.fleet.members.joined(odd):
+        pass
+    with pytest.raises(WaitExpired, match=r"0 do; .*: refused \(base_model: the replica has"):
         await run.fleet.wait_for("default", 1, **wait)  # type: ignore[arg-type]
 
 

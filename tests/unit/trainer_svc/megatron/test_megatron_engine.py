@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from trainer_svc.megatron.engine import MegatronTrainer
 from trainer_svc.megatron.lora.layers import trained_tensors
-from trainer_svc.megatron.protocol import Batch
+from trainer_svc.megatron.protocol import Batch, Sample
 from trainer_svc.megatron.settings import WorkerSettings
 
 pytestmark = pytest.mark.usefixtures("ranks")
@@ -125,6 +125,33 @@ def test_the_kl_term_holds_the_policy_near_the_base(settings: WorkerSettings, ba
         assert history[0] == 0.0
         distances.append(history[-1])
     assert 0 < distances[1] < distances[0] / 3
+
+
+def test_the_kl_term_is_to_the_policy_of_the_settings(
+    settings: WorkerSettings, batch: Batch
+) -> None:
+    """`old` begins as a copy of a policy that B's start makes another than the base."""
+    found = {}
+    for target in ("reference", "old"):
+        trainer = MegatronTrainer(
+            changed(settings, lora={"b_init": "normal"}, train={"kl_coef": 0.1, "kl_to": target})
+        )
+        trainer.policies.add_adapter("old")
+        found[target] = [trainer.step(batch)["kl"] for _ in range(2)]
+    assert found["old"][0] == pytest.approx(0, abs=1e-9)
+    assert found["old"][1] > 1e-6
+    assert found["reference"][0] > 1e-3
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [((96,), (3,)), ((3,), (-1,))])
+def test_a_token_outside_the_vocabulary_is_refused(
+    settings: WorkerSettings, prompt: tuple[int, ...], completion: tuple[int, ...]
+) -> None:
+    trainer = MegatronTrainer(settings)
+    odd = Batch((Sample(prompt, completion, (-1.0,), 1.0),))
+    for act in (trainer.step, trainer.logprobs):
+        with pytest.raises(ConfigError, match="outside the model's vocabulary of 96"):
+            act(odd)
 
 
 def test_later_minibatches_are_measured_against_the_policy_that_sampled(

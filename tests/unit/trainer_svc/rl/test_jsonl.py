@@ -20,6 +20,7 @@ def test_only_a_newline_ends_a_line_and_blank_ones_are_skipped(tmp_path: Path) -
     [
         (b"\n \n", r"my\.field: .*data\.jsonl is empty"),
         (b'{"a": 1}\n{', r"my\.field: .*data\.jsonl:2: not JSON"),
+        (b"[" * 100_000, r"my\.field: .*data\.jsonl:1: not JSON"),
         (b"\n[]", r"my\.field: .*data\.jsonl:2: found a list; give a JSON object"),
         (b'{"a": "\xff"}', r"my\.field: .*data\.jsonl: not UTF-8 at byte 7; save it as UTF-8"),
         (None, r"my\.field: .*data\.jsonl does not exist"),

@@ -124,6 +124,14 @@ def test_no_token_reaches_from_the_prompt_into_the_answer(tmp_path: Path) -> Non
         ({"messages": turns("hi")}, "messages: give a list of at least a user's"),
         ({"messages": turns("a", "b", "c")}, "messages: the last is of 'user'; end with the"),
         ({"messages": [*turns("a"), {"role": "assistant"}]}, r"messages\.1: give an object with"),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "content": None}]},
+            r"messages\.1\.content: found None; give some text",
+        ),
+        (
+            {"messages": [{"role": 3, "content": "a"}, {"role": "assistant", "content": "b"}]},
+            r"messages\.0\.role: found 3; give some text",
+        ),
         ({"messages": turns("a", "")}, r"messages\.1\.content: found ''; give some text"),
     ],
 )

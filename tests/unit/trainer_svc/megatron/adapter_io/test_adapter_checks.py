@@ -108,11 +108,20 @@ def test_projections_with_an_a_each_load_into_canonical_lora_alone(
 
 def test_experts_with_an_adapter_each_are_no_shared_one(tmp_path: Path) -> None:
     model_dir = tiny_models.save("qwen3_moe", tmp_path / "model", num_layers=1)
-    for layout in ("per_expert", "packed"):
+    for layout, names in (
+        ("per_expert", "experts.0.gate_proj and .*experts.1.gate_proj"),
+        ("packed", "expert 0 of .* and expert 1 of .*"),
+    ):
         path = tmp_path / layout
         adapted(model_dir, settings(expert_layout=layout)).exporter().to_peft_dir(path)
-        message = 'experts.* and .*experts.* differ in lora_A, .*set lora.experts = "per_expert"'
+        message = f'{names} differ in lora_A, .*set lora.experts = "per_expert"'
         check_refused(model_dir, path, settings(experts="shared"), message)
+
+
+def test_an_adapter_with_a_nan_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    adapted(tiny_dir, settings()).exporter().to_peft_dir(tmp_path / "peft")
+    change(tmp_path / "peft", lambda tensors: tensors[V_A][0, 0].fill_(torch.nan))
+    check_refused(tiny_dir, tmp_path / "peft", settings(), "v_proj.lora_A.weight .* not finite")
 
 
 def test_another_models_adapter_is_refused(tiny_dir: Path, tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def test_a_fused_adapter_loads_into_canonical_lora(models: dict[str, Path], tmp_
         ({"type": "canonical_lora"}, "gate and up have an adapter each"),
         ({"exclude_modules": ("*.local_experts.2.*",)}, "only 3 experts of layer 0"),
         ({"rank_pattern": {"*.local_experts.2.*": 2}}, "layer 0's experts differ in rank"),
+        ({"alpha_pattern": {"*.local_experts.2.*": 2}}, "layer 0's experts differ in alpha"),
         ({"target_modules": ("linear_fc2",)}, "of layer 0 only linear_fc2 has an adapter"),
     ],
 )

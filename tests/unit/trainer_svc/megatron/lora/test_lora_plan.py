@@ -201,3 +201,14 @@ def test_a_name_without_a_match_is_an_error_with_the_right_one(
     """faults.md 10, Megatron-Bridge create_peft."""
     with pytest.raises(ConfigError, match=message):
         plan(DENSE, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"experts": "shared"}, "lora.experts"), ({"expert_layout": "flat"}, "lora.expert_layout")],
+)
+def test_a_setting_about_experts_that_are_none_is_refused(
+    settings: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: .* no expert of the model has an adapter"):
+        plan(DENSE, **settings)

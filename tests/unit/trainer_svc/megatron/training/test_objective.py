@@ -141,6 +141,10 @@ def test_a_users_loss_is_minimised_as_it_is_with_weight_and_kl_off() -> None:
 def test_a_users_function_that_is_no_loss_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"train\.loss: .*:no_loss returned Tensor; return a Tok"):
         objective(loss="tests.token_batches:no_loss")
+    with pytest.raises(
+        ConfigError, match=r"math:sqrt failed on a trial of three tokens: TypeError"
+    ):
+        objective(loss="math:sqrt")
 
 
 @pytest.mark.parametrize("loss", LOSSES)

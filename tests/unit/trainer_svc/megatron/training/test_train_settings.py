@@ -38,6 +38,8 @@ def test_the_upper_bound_follows_the_lower_unless_set() -> None:
         ({"aggregation": "sequence_mean"}, "sample_mean"),
         ({"kl_estimator": "k4"}, "'k1', 'k2', 'k3' or 'k3\\+'"),
         ({"tis_floor": 0.5}, "tis_floor: 0.5 bounds nothing unless tis_mode is mask"),
+        ({"tis_floor": 1, "tis_mode": "mask", "tis_cap": 0}, "bounds nothing while tis_cap is 0"),
+        ({"loss": "gspo", "clip_ratio_c": 3}, "clip_ratio_c: gspo has no dual clip"),
         ({"tis_floor": 2, "tis_mode": "mask"}, "tis_floor: 2.0 is not below tis_cap, 2.0"),
     ],
 )
