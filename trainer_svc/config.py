@@ -222,7 +222,8 @@ class TrainerConfig(Config):
     a replica would round them."""
 
     adapter_path: Path | None = None
-    """PEFT directory to start from; unset starts from a fresh adapter."""
+    """PEFT directory, or checkpoint, whose adapter the run starts from; it has to be of the type,
+    rank, alpha and modules that `lora` says. Unset starts from a fresh one."""
 
     serve_after_run: bool = False
     """Go on serving the last version when all steps are done, until SIGTERM."""

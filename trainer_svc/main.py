@@ -13,6 +13,7 @@ import uvloop
 from refit.v1 import trainer_pb2
 
 from common.config import dump_toml
+from common.errors import ConfigError
 from common.model_dir import base_model
 from common.tasks import cancel, first_of, stop_requested
 from trainer_svc.config import TrainerConfig
@@ -42,6 +43,12 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
     stop = stop_requested()
     # Everything that the user names is read first, so that a mistake shows now.
     config.server.security.check()
+    config.megatron.parallel.check(num_ranks=config.megatron.num_ranks)
+    if config.adapter_path is not None and not config.adapter_path.is_dir():
+        raise ConfigError(
+            f"adapter_path: found no directory {config.adapter_path}; give a PEFT adapter or a "
+            "checkpoint"
+        )
     base = base_model(config.model)
     reward = load_function(config.rl.reward, field="rl.reward")
     load_examples(config.rl.data, seed=config.rl.seed)
@@ -104,3 +111,4 @@ async def _train(config: TrainerConfig, parts: Parts, *, stop: asyncio.Event) ->
         adapter = parts.run_dir.path / ADAPTER_DIR
         shutil.rmtree(adapter, ignore_errors=True)
         shutil.copytree(checkpoint[0] / "adapter", adapter)
+        log.info("ended after step %d of %d: %s", control.step, config.rl.steps, adapter)

@@ -11,7 +11,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from common.errors import ConfigError
 from trainer_svc.megatron import device
 from trainer_svc.megatron.settings import ParallelSettings
 
@@ -24,7 +23,7 @@ def start(settings: ParallelSettings) -> None:
     Raises:
         ConfigError: the sizes do not divide the number of ranks.
     """
-    _check(settings, world=dist.get_world_size())
+    settings.check(num_ranks=dist.get_world_size())
     stages, runs = settings.pipeline_parallel_size, settings.virtual_pipeline_size
     device.answer_for_cuda()
     parallel_state.destroy_model_parallel()
@@ -36,30 +35,6 @@ def start(settings: ParallelSettings) -> None:
         expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
-
-
-def _check(settings: ParallelSettings, *, world: int) -> None:
-    stages = settings.pipeline_parallel_size
-    if settings.virtual_pipeline_size > 1 and stages == 1:
-        raise ConfigError(
-            f"virtual_pipeline_size: found {settings.virtual_pipeline_size} without a pipeline; "
-            "set pipeline_parallel_size above 1"
-        )
-    experts = settings.expert_parallel_size * settings.expert_tensor_parallel_size
-    for keys, size in (
-        ("tensor_parallel_size", settings.tensor_parallel_size),
-        ("pipeline_parallel_size", stages),
-        ("tensor_parallel_size * pipeline_parallel_size", settings.tensor_parallel_size * stages),
-        ("expert_parallel_size * expert_tensor_parallel_size", experts),
-        (
-            "expert_parallel_size * expert_tensor_parallel_size * pipeline_parallel_size",
-            experts * stages,
-        ),
-    ):
-        if world % size:
-            raise ConfigError(
-                f"{keys}: found {size} over {world} ranks; choose a divisor of the number of ranks"
-            )
 
 
 def tp_rank() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from common.config import Config
+from common.errors import ConfigError
 from trainer_svc.megatron.lora.settings import DtypeName, LoraSettings
 from trainer_svc.megatron.training.settings import TrainSettings as TrainSettings
 
@@ -33,6 +34,31 @@ class ParallelSettings(Config):
     """Split what is not a linear by tokens over the tensor-parallel ranks; unset does so where the
     model has experts, which need it."""
 
+    def check(self, *, num_ranks: int) -> None:
+        """Raises `ConfigError` where the sizes do not divide the number of ranks."""
+        tensor, stages = self.tensor_parallel_size, self.pipeline_parallel_size
+        if self.virtual_pipeline_size > 1 and stages == 1:
+            raise ConfigError(
+                f"megatron.virtual_pipeline_size: found {self.virtual_pipeline_size} without a "
+                "pipeline; set megatron.pipeline_parallel_size above 1"
+            )
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        for keys, size in (
+            ("tensor_parallel_size", tensor),
+            ("pipeline_parallel_size", stages),
+            ("tensor_parallel_size * pipeline_parallel_size", tensor * stages),
+            ("expert_parallel_size * expert_tensor_parallel_size", experts),
+            (
+                "expert_parallel_size * expert_tensor_parallel_size * pipeline_parallel_size",
+                experts * stages,
+            ),
+        ):
+            if num_ranks % size:
+                raise ConfigError(
+                    f"megatron.{keys}: found {size} over {num_ranks} ranks; choose a divisor of "
+                    "megatron.num_ranks"
+                )
+
 
 class WorkerSettings(Config):
     """All that the Megatron ranks need to come up."""
@@ -56,7 +82,7 @@ class WorkerSettings(Config):
     """Base weights leave the accelerator between commands; without effect on a CPU."""
 
     adapter_path: Path | None = None
-    """PEFT directory whose adapter training starts from."""
+    """PEFT directory, or checkpoint, whose adapter training starts from."""
 
     lora: LoraSettings = LoraSettings()
     """The adapter."""
