@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from common.errors import CheckpointFailed, ConfigError
 from trainer_svc.megatron.agreement import together
-from trainer_svc.megatron.lora.shard import Shard
+from trainer_svc.megatron.model.shard import Shard
 
 _FORMAT = CheckpointingConfig("torch_dist")
 _COMMON = "common"

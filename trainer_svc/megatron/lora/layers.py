@@ -17,7 +17,6 @@ from trainer_svc.megatron.lora.pair import LoraPair
 from trainer_svc.megatron.lora.plan import AdapterPlan, Site
 from trainer_svc.megatron.lora.router import LoraRouter
 from trainer_svc.megatron.lora.settings import LoraSettings
-from trainer_svc.megatron.lora.shard import Shard
 from trainer_svc.megatron.lora.targets import ROUTER
 from trainer_svc.megatron.lora.tensors import (
     TrainedTensor,
@@ -25,6 +24,7 @@ from trainer_svc.megatron.lora.tensors import (
     trained_tensors,
     wrapped_linears,
 )
+from trainer_svc.megatron.model.shard import Shard
 
 if TYPE_CHECKING:
     from trainer_svc.megatron.model.build import BaseModel

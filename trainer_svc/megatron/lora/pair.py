@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainer_svc.megatron.lora.plan import Pair, Site
-from trainer_svc.megatron.lora.shard import Shard
 from trainer_svc.megatron.model.linears import Fusion, Split
+from trainer_svc.megatron.model.shard import Shard
 
 A, B, MAGNITUDE = LEAVES = ("lora_a", "lora_b", "magnitude")
 """Names of a pair's tensors, in order; the last only with DoRA."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from trainer_svc.megatron.lora.linear import LoraLinear
 from trainer_svc.megatron.lora.pair import LEAVES, leaf_shape, leaf_shard
 from trainer_svc.megatron.lora.plan import Site
-from trainer_svc.megatron.lora.shard import Shard
+from trainer_svc.megatron.model.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer_svc.megatron.model.base_config import BaseConfig, Heads
 from trainer_svc.megatron.model.linears import Fusion, Linear, Split, layer_linears
+from trainer_svc.megatron.model.shard import Shard
 
 _EMBEDDING = "model.embed_tokens.weight"
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -28,6 +29,12 @@ class Stored:
     fusion: Fusion = Fusion.NONE
     is_expert: bool = False
     """Whether `split` is over the expert-tensor-parallel ranks."""
+
+    @property
+    def shard(self) -> Shard:
+        """How the whole, fused parameter lies over the ranks that share it."""
+        dims = {Split.ROWS: 0, Split.COLUMNS: 1, Split.NONE: None}
+        return Shard(dims[self.split], blocks=_blocks(self.fusion))
 
 
 def stored(base: BaseConfig, name: str) -> Stored:
@@ -136,26 +143,6 @@ def split(fusion: Fusion, fused: Tensor, *, heads: Heads) -> tuple[Tensor, ...]:
     grouped = fused.reshape(heads.groups, (per_group + 2) * heads.head_dim, *tail)
     sizes = [per_group * heads.head_dim, heads.head_dim, heads.head_dim]
     return tuple(part.reshape(-1, *tail) for part in torch.split(grouped, sizes, dim=1))
-
-
-def shard_rows(fusion: Fusion, fused: Tensor, *, rank: int, size: int) -> Tensor:
-    """Rows that tensor-parallel rank `rank` of `size` holds of a column-parallel linear."""
-    return torch.cat([block.chunk(size)[rank] for block in fused.chunk(_blocks(fusion))])
-
-
-def join_rows(fusion: Fusion, shards: Sequence[Tensor]) -> Tensor:
-    """Inverse of `shard_rows`, from all ranks' rows in rank order."""
-    parts = [shard.chunk(_blocks(fusion)) for shard in shards]
-    return torch.cat([part[block] for block in range(_blocks(fusion)) for part in parts])
-
-
-def shard(stored: Stored, whole: Tensor, *, rank: int, size: int) -> Tensor:
-    """What tensor-parallel rank `rank` of `size` holds of a whole, fused parameter."""
-    if size == 1 or stored.split is Split.NONE:
-        return whole
-    if stored.split is Split.ROWS:
-        return shard_rows(stored.fusion, whole, rank=rank, size=size)
-    return whole.chunk(size, dim=1)[rank]
 
 
 def _blocks(fusion: Fusion) -> int:

@@ -62,7 +62,7 @@ def load_weights(chunk: GPTModel, weights: Weights, *, base: BaseConfig) -> None
         parts = [weights.read(part) for part in stored.names]
         whole = names.fuse(stored.fusion, parts, heads=base.heads)
         rank, size = _place(is_expert=stored.is_expert)
-        part = names.shard(stored, whole, rank=rank, size=size)
+        part = stored.shard.part(whole, rank=rank, size=size)
         if part.shape != tensor.shape:
             raise ConfigError(
                 f"model_dir: {stored.names[0]} makes {tuple(part.shape)} where config.json makes "

@@ -40,29 +40,30 @@ def test_gate_and_up_differ_after_a_tensor_parallel_gather() -> None:
     """faults.md 9, unsloth-zoo#941."""
     gate, up = torch.arange(6).unsqueeze(1), torch.arange(100, 106).unsqueeze(1)
     fused = names.fuse(Fusion.GATE_UP, (gate, up), heads=GQA)
-    shards = [names.shard_rows(Fusion.GATE_UP, fused, rank=rank, size=3) for rank in range(3)]
+    lies = Stored(("gate", "up"), Split.ROWS, Fusion.GATE_UP).shard
+    shards = [lies.part(fused, rank=rank, size=3) for rank in range(3)]
     assert [shard.flatten().tolist() for shard in shards] == [
         [0, 1, 100, 101],
         [2, 3, 102, 103],
         [4, 5, 104, 105],
     ]
-    joined = names.join_rows(Fusion.GATE_UP, shards)
-    found_gate, found_up = names.split(Fusion.GATE_UP, joined, heads=GQA)
+    found_gate, found_up = names.split(Fusion.GATE_UP, lies.join(shards), heads=GQA)
     assert torch.equal(found_gate, gate)
     assert torch.equal(found_up, up)
 
 
 def test_a_shard_of_qkv_holds_whole_groups() -> None:
     fused = torch.arange(48).unsqueeze(1)
-    shards = [names.shard_rows(Fusion.QKV, fused, rank=rank, size=2) for rank in range(2)]
+    lies = Stored(("q", "k", "v"), Split.ROWS, Fusion.QKV).shard
+    shards = [lies.part(fused, rank=rank, size=2) for rank in range(2)]
     assert shards[1].flatten().tolist() == list(range(24, 48))
-    assert torch.equal(names.join_rows(Fusion.QKV, shards), fused)
+    assert torch.equal(lies.join(shards), fused)
 
 
 def test_a_row_parallel_linear_is_split_by_columns() -> None:
     whole = torch.arange(8).view(2, 4)
-    shard = names.shard(Stored(("o_proj",), Split.COLUMNS), whole, rank=1, size=2)
-    assert shard.tolist() == [[2, 3], [6, 7]]
+    part = Stored(("o_proj",), Split.COLUMNS).shard.part(whole, rank=1, size=2)
+    assert part.tolist() == [[2, 3], [6, 7]]
 
 
 @pytest.mark.usefixtures("ranks")

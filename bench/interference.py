@@ -28,7 +28,7 @@ def main() -> None:
     repeats = 2 if args.quick else 8
     uvloop.install()
     rows, goals = asyncio.run(_measure(quick=args.quick, repeats=repeats))
-    Report("training", 0, repeats, rows, goals).publish(args.json)
+    Report("interference", 0, repeats, rows, goals).publish(args.json)
 
 
 async def _measure(*, quick: bool, repeats: int) -> tuple[list[Row], list[Goal]]:

@@ -1,4 +1,4 @@
-"""How one tensor of an adapter lies over the ranks that share its linear."""
+"""How one tensor lies over the ranks that share its linear."""
 
 from __future__ import annotations
 
