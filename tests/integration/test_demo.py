@@ -22,7 +22,7 @@ def test_the_fast_demo_learns_leaves_its_records_and_no_process(tmp_path: Path) 
     assert summary["steps"] == summary["versions"] == summary["versions_verified"] == 15
     assert summary["samples"] == 15 * 64
     assert summary["samples_lost"] == 0
-    assert summary["reward_last5"] > 2 * summary["reward_first5"]
+    assert summary["reward_last5"] > max(0.8, summary["reward_first5"] + 0.2)
     for name in ("metrics.jsonl", "config.toml", "reward.png", "adapter/adapter_config.json"):
         assert (tmp_path / "run" / name).stat().st_size > 0
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 
 MODELS = Path(__file__).parents[2] / "models"
 DEADLINE_SECONDS = 240.0
-NUM_PROMPTS = 8
+NUM_PROMPTS = 24
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ from common.errors import CheckpointFailed, ConfigError
 from trainer_svc.megatron.agreement import together
 from trainer_svc.megatron.model.shard import Shard
 
+_WAY_OUT = "remove it, and --resume takes the one before"
+
 _FORMAT = CheckpointingConfig("torch_dist")
 _COMMON = "common"
 _RNG = "rng"
@@ -154,7 +156,7 @@ def read_common(path: Path) -> Any:
         return load_common_state_dict(str(path))[_COMMON]
     except (CheckpointingException, *_DAMAGED) as error:
         raise ConfigError(
-            f"checkpoint: {path} is damaged or none ({_line(error)}); choose another"
+            f"checkpoint: {path} is damaged or none ({_line(error)}); {_WAY_OUT}"
         ) from error
 
 
@@ -167,9 +169,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         stored = load_tensors_metadata(str(path))
     except (CheckpointException, CheckpointingException, *_DAMAGED) as error:
-        raise ConfigError(
-            f"checkpoint: {path} is damaged ({_line(error)}); choose another"
-        ) from error
+        raise ConfigError(f"checkpoint: {path} is damaged ({_line(error)}); {_WAY_OUT}") from error
     return {key: tuple(tensor.global_shape) for key, tensor in stored.items()}
 
 
@@ -191,7 +191,7 @@ def load_parts(
     try:
         found = load(state, str(path), validate_access_integrity=False)
     except CheckpointException as error:
-        raise ConfigError(f"{_told(path, error)}; choose another") from error
+        raise ConfigError(f"{_told(path, error)}; {_WAY_OUT}") from error
     return {p.key: p.join(found["tensors"][p.key]) for p in parts}, found.get(_RNG)
 
 

@@ -85,7 +85,7 @@ def _count(manifest: adapter_pb2.AdapterManifest) -> None:
         (_digest, "digest"),
         (_alpha, "alpha"),
         (_rank, "digest"),
-        (_base, "digest"),
+        (_base, "base_fingerprint"),
         (_count, "tensor_count"),
     ],
 )

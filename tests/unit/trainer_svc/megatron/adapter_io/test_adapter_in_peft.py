@@ -39,10 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts_mixtral": ("mixtral", {}),
     "experts_flat": ("qwen3_moe", {"expert_layout": "flat"}),
     "experts_flat_mixtral": ("mixtral", {"expert_layout": "flat"}),
-    "router": (
-        "qwen3_moe",
-        {"target_modules": ("router", "linear_qkv"), "expert_layout": "flat"},
-    ),
+    "router": ("qwen3_moe", {"target_modules": ("router", "linear_qkv")}),
 }
 
 
