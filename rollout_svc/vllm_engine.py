@@ -183,11 +183,15 @@ class VllmEngine:
 
 def _start_llm(config: RolloutConfig) -> AsyncLLM:
     """Leaves no process behind when it fails, or a signal's handler raises in it."""
+    arguments = engine_config(config)
+    others = multiprocessing.active_children()
     try:
-        return AsyncLLM.from_vllm_config(engine_config(config), disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(arguments, disable_log_stats=True)
     except BaseException:
         # Those that vLLM had not yet put down as its own when it was interrupted.
         for child in multiprocessing.active_children():
+            if child in others:
+                continue
             if child.pid is not None:
                 kill_process_tree(child.pid)
             child.join()

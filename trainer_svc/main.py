@@ -19,6 +19,7 @@ from common.tasks import cancel, first_of, stop_requested
 from trainer_svc.config import TrainerConfig
 from trainer_svc.control import RunControl
 from trainer_svc.megatron.client import MegatronWorker
+from trainer_svc.megatron.protocol import Sample
 from trainer_svc.node import serve_node
 from trainer_svc.rl.data import load_examples, load_function, skip
 from trainer_svc.rl.loop import GrpoLoop, Parts
@@ -42,20 +43,10 @@ def main(config: TrainerConfig, *, resume: bool) -> None:
 async def _serve(config: TrainerConfig, *, resume: bool) -> None:
     stop = stop_requested()
     # Everything that the user names is read first, so that a mistake shows now.
-    config.server.security.check()
-    config.megatron.parallel.check(num_ranks=config.megatron.num_ranks)
-    if config.adapter_path is not None and not config.adapter_path.is_dir():
-        raise ConfigError(
-            f"adapter_path: found no directory {config.adapter_path}; give a PEFT adapter or a "
-            "checkpoint"
-        )
+    _check(config)
     base = base_model(config.model)
     reward = load_function(config.rl.reward, field="rl.reward")
-    load_examples(config.rl.data, seed=config.rl.seed)
-    lessons = []
-    if config.sft.data is not None:
-        path = Path(config.sft.data)
-        lessons = await asyncio.to_thread(read_samples, path, model_dir=config.model)
+    lessons = await asyncio.to_thread(_lessons, config)
     open_run = RunDir.resume if resume else RunDir.create
     run_dir = open_run(config.run_dir, base_fingerprint=base.fingerprint)
     (run_dir.path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
@@ -66,14 +57,7 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
             num_ranks=config.megatron.num_ranks, max_restarts=config.megatron.max_restarts
         ) as worker,
     ):
-        source = partial(
-            MegatronSource,
-            worker,
-            base_fingerprint=base.fingerprint,
-            shm_dir=SHM_DIR,
-            deadline_seconds=config.megatron.command_timeout_seconds,
-            dtype=config.published_dtype,
-        )
+        source = _source(config, worker, base_fingerprint=base.fingerprint)
         with contextlib.closing(run_dir), contextlib.closing(Records(run_dir.path)) as records:
             parts = Parts(
                 run_dir=run_dir,
@@ -93,6 +77,39 @@ async def _serve(config: TrainerConfig, *, resume: bool) -> None:
             records.summarise()
         if config.serve_after_run:
             await stop.wait()
+
+
+def _source(
+    config: TrainerConfig, worker: MegatronWorker, *, base_fingerprint: str
+) -> partial[MegatronSource]:
+    """A source of whichever policy it is called for."""
+    return partial(
+        MegatronSource,
+        worker,
+        base_fingerprint=base_fingerprint,
+        shm_dir=SHM_DIR,
+        deadline_seconds=config.megatron.command_timeout_seconds,
+        dtype=config.published_dtype,
+    )
+
+
+def _check(config: TrainerConfig) -> None:
+    """Raises `ConfigError` for what can be seen to be wrong without a model."""
+    config.server.security.check()
+    config.megatron.parallel.check(num_ranks=config.megatron.num_ranks)
+    load_examples(config.rl.data, seed=config.rl.seed)
+    if config.adapter_path is not None and not config.adapter_path.is_dir():
+        raise ConfigError(
+            f"adapter_path: found no directory {config.adapter_path}; give a PEFT adapter or a "
+            "checkpoint"
+        )
+
+
+def _lessons(config: TrainerConfig) -> list[Sample]:
+    """What `sft.data` holds."""
+    if config.sft.data is None:
+        return []
+    return read_samples(Path(config.sft.data), model_dir=config.model)
 
 
 async def _train(config: TrainerConfig, parts: Parts, *, stop: asyncio.Event) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainer_svc.rl.records import read_rows
+
 
 @pytest.mark.timeout(240)
 def test_the_fast_demo_learns_leaves_its_records_and_no_process(tmp_path: Path) -> None:
@@ -22,7 +24,10 @@ def test_the_fast_demo_learns_leaves_its_records_and_no_process(tmp_path: Path) 
     assert summary["steps"] == summary["versions"] == summary["versions_verified"] == 15
     assert summary["samples"] == 15 * 64
     assert summary["samples_lost"] == 0
-    assert summary["reward_last5"] > max(0.8, summary["reward_first5"] + 0.2)
+    # Steps are few until it answers well, so the start is the first step: the policy as it was.
+    untrained = read_rows(tmp_path / "run" / "metrics.jsonl")[0]["reward_mean"]
+    assert summary["reward_last5"] > 2 * untrained
+    assert summary["reward_last5"] > 0.8
     for name in ("metrics.jsonl", "config.toml", "reward.png", "adapter/adapter_config.json"):
         assert (tmp_path / "run" / name).stat().st_size > 0
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))

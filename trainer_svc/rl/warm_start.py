@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from trainer_svc.megatron.client import MegatronWorker
 from trainer_svc.megatron.protocol import Batch, Sample
@@ -53,13 +54,17 @@ async def warm_start(
     with directory.with_suffix(".jsonl").open("w") as rows:
         for update, batch in enumerate(batches, 1):
             found = await worker.step(batch, deadline_seconds=deadline_seconds)
-            row = {"update": update} | {key: found[key] for key in _METRICS if key in found}
-            rows.write(json.dumps(row) + "\n")
-            rows.flush()
-            log.info("warm start: update %d of %d: loss %.3f", update, len(batches), row["loss"])
+            _record(rows, update, found)
+            log.info("warm start: update %d of %d: loss %.3f", update, len(batches), found["loss"])
     state = {"updates": len(batches)}
     await worker.save(directory, state=state, deadline_seconds=deadline_seconds)
     return adapter
+
+
+def _record(rows: IO[str], update: int, found: Mapping[str, float]) -> None:
+    row = {"update": update} | {key: found[key] for key in _METRICS if key in found}
+    rows.write(json.dumps(row) + "\n")
+    rows.flush()
 
 
 def epochs(samples: Sequence[Sample], *, sft: SftSettings, seed: int) -> Iterator[Batch]:

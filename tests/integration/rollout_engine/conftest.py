@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from common.model_dir import base_model
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
 from rollout_svc.vllm_engine import VllmEngine
-from tests.integration.rollout_engine.tiny import RANK, AdapterMaker, write_model
+from tests.integration.rollout_engine.tiny import RANK, AdapterMaker, registry_of, write_model
 
 
 @pytest.fixture(scope="package")
@@ -49,18 +48,8 @@ async def engine(config: RolloutConfig) -> AsyncIterator[VllmEngine]:
 @pytest_asyncio.fixture(loop_scope="package")
 async def registry(engine: VllmEngine, model_dir: Path) -> AsyncIterator[AdapterRegistry]:
     """An empty registry, whose adapters are gone from the engine afterwards."""
-    registry = AdapterRegistry(
-        engine=engine,
-        base=base_model(model_dir),
-        slots=3,
-        keep_versions=2,
-        slot_wait_seconds=20.0,
-    )
-    unloading = asyncio.create_task(registry.run())
-    yield registry
-    unloading.cancel()
-    for live in registry._live:
-        await engine.unload(live.loaded.id)
+    async with registry_of(engine, base_model(model_dir)) as registry:
+        yield registry
 
 
 @pytest.fixture

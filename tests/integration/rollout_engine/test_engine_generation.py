@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import shutil
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +184,16 @@ async def test_an_unknown_engine_argument_is_refused_with_the_nearest_name(
     wrong = config.model_copy(update={"engine": {"max_model_length": 10}})
     with pytest.raises(ConfigError, match=r"engine\.max_model_length: .*'max_model_len'"):
         await VllmEngine.start(wrong)
+
+
+async def test_a_start_that_fails_ends_none_but_its_own_processes(
+    engine: VllmEngine, config: RolloutConfig, tmp_path: Path
+) -> None:
+    """No weights lie there: vLLM's processes come up before it finds out."""
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    empty = Path(shutil.copytree(config.model, tmp_path / "model", ignore=no_weights))
+    before = multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="Engine core initialization failed"):
+        await VllmEngine.start(config.model_copy(update={"model": empty}))
+    assert multiprocessing.active_children() == before
+    assert tokens(await sample(engine, None))

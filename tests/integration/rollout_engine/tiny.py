@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +24,10 @@ from common.adapter import (
     plan,
     seal,
 )
+from common.model_dir import BaseModel
 from common.peft_dir import write_peft_dir
 from common.stream.content import Content
+from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import Generation, TokenDelta
 from rollout_svc.retention import LiveAdapter
 from rollout_svc.sampling import Sampling
@@ -178,3 +182,23 @@ def expected_logprobs(
         model.unload()
     rows = logits[len(prompt) - 1 : -1].div(temperature).log_softmax(-1)
     return rows.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+
+
+@asynccontextmanager
+async def registry_of(
+    engine: VllmEngine, base: BaseModel, *, base_missing: bool = False
+) -> AsyncIterator[AdapterRegistry]:
+    """An empty registry, whose adapters are gone from the engine afterwards."""
+    registry = AdapterRegistry(
+        engine=engine,
+        base=base,
+        base_missing=base_missing,
+        slots=3,
+        keep_versions=2,
+        slot_wait_seconds=20.0,
+    )
+    unloading = asyncio.create_task(registry.run())
+    yield registry
+    unloading.cancel()
+    for live in registry._live:
+        await engine.unload(live.loaded.id)

@@ -155,7 +155,12 @@ class LoraLinear(nn.Module):
         if self._is_fused(pairs):
             return pairs[0].lora_b
         common = pairs[0].pair.scale
-        factors = side_by_side([p.lora_b * (p.pair.scale / common) for p in pairs])
+        factors = side_by_side(
+            [
+                p.lora_b if p.pair.scale == common else p.lora_b * (p.pair.scale / common)
+                for p in pairs
+            ]
+        )
         return self.fused_rows(pairs, factors)
 
     def _add(self, output: Tensor, hidden: Tensor, lora_b: Tensor, *, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from refit.v1 import rollout_pb2_grpc
 
@@ -96,6 +96,7 @@ def test_a_parent_that_comes_back_is_not_hung_under_its_own_child(tree: Tree) ->
     assert tree.join("a") == ""
 
 
+@settings(deadline=None)
 @given(data=st.data(), fan_out=st.integers(1, 3))
 async def test_bytes_come_from_the_trainer_in_the_end(data: st.DataObject, fan_out: int) -> None:
     """Whoever comes, leaves and comes back: no circles, and no relay over its limit."""

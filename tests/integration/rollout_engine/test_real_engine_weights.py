@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from common.model_dir import BaseModel
+from common.adapter import (
+    BASE_NAME,
+    AdapterRef,
+    Kind,
+    Layout,
+    LoraConfig,
+    Manifest,
+    TensorEntry,
+    plan,
+    seal,
+)
+from common.errors import Incompatible
+from common.model_dir import BaseModel, base_model
+from common.peft_dir import PeftWriter
+from common.stream.content import Content
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
 from rollout_svc.selector import Rule, Selector
@@ -25,14 +41,11 @@ from tests.integration.rollout_engine.tiny import (
     AdapterMaker,
     expected_logprobs,
     logprobs,
+    registry_of,
     sample,
     tokens,
 )
-from tests.integration.weights_engine.weights import (
-    MergedMaker,
-    base_content,
-    staged,
-)
+from trainer_svc.base_weights import read_base
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(180)]
 
@@ -59,24 +72,63 @@ async def dummy(config: RolloutConfig, weightless_dir: Path) -> AsyncIterator[Vl
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def bare(dummy: VllmEngine) -> AsyncIterator[AdapterRegistry]:
-    registry = AdapterRegistry(
-        engine=dummy,
-        base=BaseModel("tiny", ""),
-        base_missing=True,
-        slots=3,
-        keep_versions=2,
-        slot_wait_seconds=20.0,
-    )
-    unloading = asyncio.create_task(registry.run())
-    yield registry
-    unloading.cancel()
-    for live in registry._live:
-        await dummy.unload(live.loaded.id)
+    async with registry_of(dummy, BaseModel("tiny", ""), base_missing=True) as registry:
+        yield registry
+
+
+class MergedMaker:
+    """Stages merged versions of random adapters."""
+
+    def __init__(self, adapters: AdapterMaker, model_dir: Path, parent: Path) -> None:
+        self._adapters, self._model_dir, self._parent = adapters, model_dir, parent
+
+    def __call__(self, seed: int) -> tuple[Content, Path, Path]:
+        """The content, where it is staged, and the PEFT directory that it is merged from."""
+        adapter, peft_dir = self._adapters.make(seed=seed)
+        content = merged_content(self._model_dir, adapter, peft_dir)
+        return content, staged(content, self._parent / f"merged-{seed}"), peft_dir
 
 
 @pytest.fixture
 def merged(adapters: AdapterMaker, model_dir: Path, tmp_path: Path) -> MergedMaker:
     return MergedMaker(adapters, model_dir, tmp_path)
+
+
+def staged(content: Content, path: Path) -> Path:
+    writer = PeftWriter(path, content.manifest)
+    writer.write(0, content.buffer)
+    return writer.finish()
+
+
+def base_content(model_dir: Path) -> Content:
+    read = read_base(model_dir, base_fingerprint=base_model(model_dir).fingerprint)
+    ref = AdapterRef("run", BASE_NAME, 1, read.manifest.digest())
+    return Content.whole(ref, read.manifest, read.buffer)
+
+
+def merged_content(model_dir: Path, adapter: Content, path: Path) -> Content:
+    """The whole model with a PEFT directory's adapter in it, by the formula."""
+    weights = load_file(model_dir / "model.safetensors")
+    factors = load_file(path / "adapter_model.safetensors")
+    assert isinstance(adapter.manifest.lora, LoraConfig)
+    for name in [name for name in factors if ".lora_A." in name]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b = factors[name].float(), factors[name.replace(".lora_A.", ".lora_B.")].float()
+        weight = weights[f"{module}.weight"]
+        weights[f"{module}.weight"] = weight + adapter.manifest.lora.scale * (b @ a)
+    return weights_content(weights, adapter)
+
+
+def weights_content(weights: dict[str, Tensor], like: Content) -> Content:
+    dtype = like.manifest.tensors[0].dtype
+    specs = plan(
+        TensorEntry(name, dtype, tuple(weight.shape), Layout.WEIGHT)
+        for name, weight in weights.items()
+    )
+    buffer = memoryview(b"".join(weights[spec.name].numpy().tobytes() for spec in specs))
+    fingerprint = like.manifest.base_fingerprint
+    manifest = Manifest(fingerprint, None, seal(specs, buffer), Kind.MERGED)
+    return Content.whole(replace(like.ref, digest=manifest.digest()), manifest, buffer)
 
 
 async def test_base_sync_and_an_adapter_equal_loading_both_from_disk(
@@ -141,3 +193,39 @@ async def test_a_running_generation_ends_on_its_own_merged_weights(
     assert (tokens(disturbed), logprobs(disturbed)) == (tokens(undisturbed), logprobs(undisturbed))
     async with bare.admit(LATEST, wait_seconds=1) as live:
         assert tokens(await sample(dummy, live)) != tokens(disturbed)[: GREEDY.max_tokens]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w | {"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)},
+            r"1 tensors found no module: model\.layers\.9\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda w: {name: w[name] for name in w if "layers.1.mlp.down_proj" not in name},
+            r"no tensor fills 1 parameters, as model\.layers\.1\.mlp\.down_proj\.base_layer",
+        ),
+        (lambda w: w | {"model.norm.weight": torch.zeros(7)}, "the engine refused it"),
+    ],
+)
+async def test_weights_that_do_not_fit_leave_the_engine_as_it_was(
+    engine: VllmEngine,
+    registry: AdapterRegistry,
+    adapters: AdapterMaker,
+    model_dir: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    message: str,
+) -> None:
+    """faults.md 8 and 26: refused by name; what half a load has changed is loaded again."""
+    before = await sample(engine, None)
+    adapter, _ = adapters.make(seed=5)
+    weights = change(load_file(model_dir / "model.safetensors"))
+    bad = weights_content(weights, adapter)
+    with pytest.raises(Incompatible, match=message):
+        await registry.commit(bad, staged(bad, tmp_path / "bad"), source=TRAINER)
+    registry.weights.check_whole()
+    after = await sample(engine, None, cache_salt="never used before")
+    assert (tokens(after), logprobs(after)) == (tokens(before), logprobs(before))
+    assert registry.listing() == []
