@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests import tiny_models
 from trainer_svc.megatron import parallel
 from trainer_svc.megatron.protocol import Batch, Sample
 from trainer_svc.megatron.settings import ParallelSettings, WorkerSettings
@@ -74,3 +75,12 @@ def batch() -> Batch:
             for i in range(6)
         )
     )
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a dense model and one with experts, to save and resume."""
+    root = tmp_path_factory.mktemp("models")
+    tiny_models.save("llama", root / "llama", num_layers=4)
+    tiny_models.save("qwen3_moe", root / "qwen3_moe")
+    return root
