@@ -28,7 +28,6 @@ from common.adapter import (
 )
 from common.errors import Incompatible
 from common.model_dir import BaseModel, base_model
-from common.peft_dir import PeftWriter
 from common.stream.content import Content
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
@@ -45,6 +44,7 @@ from tests.integration.rollout_engine.tiny import (
     sample,
     tokens,
 )
+from tests.whole_weights import stage
 from trainer_svc.base_weights import read_base
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(180)]
@@ -86,18 +86,12 @@ class MergedMaker:
         """The content, where it is staged, and the PEFT directory that it is merged from."""
         adapter, peft_dir = self._adapters.make(seed=seed)
         content = merged_content(self._model_dir, adapter, peft_dir)
-        return content, staged(content, self._parent / f"merged-{seed}"), peft_dir
+        return content, stage(content, self._parent / f"merged-{seed}"), peft_dir
 
 
 @pytest.fixture
 def merged(adapters: AdapterMaker, model_dir: Path, tmp_path: Path) -> MergedMaker:
     return MergedMaker(adapters, model_dir, tmp_path)
-
-
-def staged(content: Content, path: Path) -> Path:
-    writer = PeftWriter(path, content.manifest)
-    writer.write(0, content.buffer)
-    return writer.finish()
 
 
 def base_content(model_dir: Path) -> Content:
@@ -142,7 +136,7 @@ async def test_base_sync_and_an_adapter_equal_loading_both_from_disk(
     """faults.md 11, vllm#31104: into linears that vLLM has wrapped as `base_layer`."""
     random = await sample(dummy, None)
     base = base_content(model_dir)
-    committed = await bare.commit(base, staged(base, tmp_path / "base"), source=TRAINER)
+    committed = await bare.commit(base, stage(base, tmp_path / "base"), source=TRAINER)
     # Four linears, packed, and two norms a layer; embedding, last norm and output layer.
     assert [report.bound_modules for report in committed.reports] == [6 * LAYERS + 3]
     content, path = adapters.make(seed=1)
@@ -224,7 +218,7 @@ async def test_weights_that_do_not_fit_leave_the_engine_as_it_was(
     weights = change(load_file(model_dir / "model.safetensors"))
     bad = weights_content(weights, adapter)
     with pytest.raises(Incompatible, match=message):
-        await registry.commit(bad, staged(bad, tmp_path / "bad"), source=TRAINER)
+        await registry.commit(bad, stage(bad, tmp_path / "bad"), source=TRAINER)
     registry.weights.check_whole()
     after = await sample(engine, None, cache_salt="never used before")
     assert (tokens(after), logprobs(after)) == (tokens(before), logprobs(before))

@@ -70,11 +70,7 @@ def test_what_peft_saves_is_loaded(tmp_path: Path, use_dora: bool) -> None:
         targets += ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
     config = LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_dora=use_dora)
     trained = get_peft_model(tiny_models.load(model_dir), config)
-    torch.manual_seed(5)
-    for name, parameter in trained.named_parameters():
-        if "lora_" in name:
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    trained.save_pretrained(str(tmp_path / "peft"))
+    _train(trained, tmp_path / "peft")
 
     lora = {"type": "dora" if use_dora else "canonical_lora", "target_modules": own}
     settings = LoraSettings.model_validate({"rank": 4, "alpha": 12} | lora)
@@ -94,11 +90,7 @@ def test_parameters_that_peft_adapts_are_flat(tmp_path: Path) -> None:
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )
     trained = get_peft_model(tiny_models.load(model_dir), config)
-    torch.manual_seed(5)
-    for name, parameter in trained.named_parameters():
-        if "lora_" in name:
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    trained.save_pretrained(str(tmp_path / "peft"))
+    _train(trained, tmp_path / "peft")
 
     targets = ("linear_proj", "linear_fc1", "linear_fc2")
     model = adapted(model_dir, LoraSettings(rank=4, alpha=12, target_modules=targets), seed=99)
@@ -108,3 +100,12 @@ def test_parameters_that_peft_adapts_are_flat(tmp_path: Path) -> None:
     save_file(load_file(file), file, metadata={"format": "pt", "expert_layout": "flat"})
     model.load(tmp_path / "peft")
     torch.testing.assert_close(model.logits(), trained(TOKENS).logits, atol=1e-4, rtol=0)
+
+
+def _train(model: PeftModel, path: Path) -> None:
+    """Give PEFT's factors other values, and save them."""
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(str(path))
