@@ -26,7 +26,7 @@ def start(settings: ParallelSettings) -> None:
     settings.check(num_ranks=dist.get_world_size())
     stages, runs = settings.pipeline_parallel_size, settings.virtual_pipeline_size
     device.answer_for_cuda()
-    parallel_state.destroy_model_parallel()
+    _end_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel_size,
         pipeline_model_parallel_size=stages,
@@ -35,6 +35,14 @@ def start(settings: ParallelSettings) -> None:
         expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
+
+
+def _end_groups() -> None:
+    """End the groups of an earlier start: Megatron only forgets them, with some 50 threads."""
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:  # The default group, which is not Megatron's.
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def tp_rank() -> int:

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.multiprocessing.spawn import start_processes
 
 from common.errors import CheckpointFailed
 from tests.checkpointing import (
@@ -27,6 +26,7 @@ from tests.checkpointing import (
     stored,
     trained,
 )
+from tests.ranks import run_ranks
 from trainer_svc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.megatron.engine import MegatronTrainer
 
@@ -56,13 +56,12 @@ JOBS = {
 }
 
 
-def two_ranks(rank: int, models: Path, root: Path) -> None:
+def two_ranks(dirs: tuple[Path, Path]) -> None:
     """All that needs two ranks; what each saw is in its JSON file."""
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    (models, root), rank = dirs, dist.get_rank()
     found = {name: save_and_resume(job, models, root / name) for name, job in JOBS.items()}
     failures = save_with_failures(JOBS["dense"].trainer(models, layout="tp2"), root, rank=rank)
     (root / f"rank_{rank}.json").write_text(json.dumps({"jobs": found, "failures": failures}))
-    dist.destroy_process_group()
 
 
 def save_and_resume(job: Job, models: Path, root: Path) -> dict[str, Any]:
@@ -129,7 +128,8 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(model_dirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     root = tmp_path_factory.mktemp("two_ranks")
-    start_processes(two_ranks, args=(model_dirs, root), nprocs=2)  # type: ignore[no-untyped-call]
+    dirs = (model_dirs, root)
+    run_ranks(two_ranks, dirs, num_ranks=2, store=root / "store", deadline_seconds=250)
     first, second = (json.loads((root / f"rank_{rank}.json").read_text()) for rank in range(2))
     return Outcome(root, (first, second))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from tests import tiny_models
+from tests.ranks import run_ranks
 from trainer_svc.megatron.engine import MegatronTrainer
 from trainer_svc.megatron.protocol import Batch, Json, Sample
 from trainer_svc.megatron.settings import ParallelSettings, WorkerSettings
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 
 STEPS = 3
 TOLERANCE = 1e-5
+DEADLINE_SECONDS = 500.0
 
 MINIBATCHES = {"train": {"minibatches": 2}}
 
@@ -178,15 +181,12 @@ class Job:
     num_ranks: int
 
 
-def run_job(rank: int, job: Job) -> None:
-    store = f"file://{job.root / f'store{job.num_ranks}'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.num_ranks)
+def run_job(job: Job) -> None:
     for model, layouts in LAYOUTS[job.num_ranks].items():
         for layout in layouts:
             directory = case_dir(job.root, job.num_ranks, model, layout)
             found = train(worker_settings(job.root, model, layout), directory)
-            (directory / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+            (directory / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def case_dir(root: Path, num_ranks: int, model: str, layout: str) -> Path:
@@ -194,27 +194,39 @@ def case_dir(root: Path, num_ranks: int, model: str, layout: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the models, and what one rank and several made of each."""
+def one_rank(ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models, and what one rank made of each."""
     root = tmp_path_factory.mktemp("ranks")
     for model, (architecture, config, _) in MODELS.items():
         tiny_models.save(architecture, root / model, num_layers=4, **config)
         (root / f"one {model}").mkdir()
         found = train(worker_settings(root, model), root / f"one {model}")
         (root / f"one {model}" / "0.json").write_text(json.dumps(found))
-    for num_ranks, models in LAYOUTS.items():
-        for model, layouts in models.items():
-            for layout in layouts:
-                case_dir(root, num_ranks, model, layout).mkdir()
-        start_processes(run_job, args=(Job(root, num_ranks),), nprocs=num_ranks)  # type: ignore[no-untyped-call]
     return root
+
+
+@pytest.fixture(scope="module")
+def root_of(one_rank: Path) -> Callable[[int], Path]:
+    """The same directory, with what so many ranks made in each of their layouts."""
+
+    @cache
+    def root_of(num_ranks: int) -> Path:
+        for model, layouts in LAYOUTS[num_ranks].items():
+            for layout in layouts:
+                case_dir(one_rank, num_ranks, model, layout).mkdir()
+        job, store = Job(one_rank, num_ranks), one_rank / f"store{num_ranks}"
+        run_ranks(run_job, job, num_ranks=num_ranks, store=store, deadline_seconds=DEADLINE_SECONDS)
+        return one_rank
+
+    return root_of
 
 
 @pytest.mark.parametrize(("num_ranks", "model", "layout"), CASES)
 def test_ranks_export_the_same_bytes_and_learn_the_same(
-    root: Path, num_ranks: int, model: str, layout: str
+    root_of: Callable[[int], Path], num_ranks: int, model: str, layout: str
 ) -> None:
     """faults.md 13: Megatron-Bridge#5634, experts wrong at expert-tensor-parallel above 1."""
+    root = root_of(num_ranks)
     one, many = root / f"one {model}", case_dir(root, num_ranks, model, layout)
     assert (many / "start").read_bytes() == (one / "start").read_bytes()
     assert values(many / "start").ne(values(many / "end")).any()
@@ -230,8 +242,10 @@ def test_ranks_export_the_same_bytes_and_learn_the_same(
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(2, "dp2"), (4, "tp2 dp2")])
-def test_copies_of_the_model_see_different_samples(root: Path, num_ranks: int, layout: str) -> None:
-    directory = case_dir(root, num_ranks, "llama", layout)
+def test_copies_of_the_model_see_different_samples(
+    root_of: Callable[[int], Path], num_ranks: int, layout: str
+) -> None:
+    directory = case_dir(root_of(num_ranks), num_ranks, "llama", layout)
     found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     half = num_ranks // 2
     assert [rank["groups"] for rank in found] == [[0, 1]] * half + [[2, 3]] * half

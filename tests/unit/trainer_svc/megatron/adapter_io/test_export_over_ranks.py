@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from common.adapter import Dtype
 from common.peft_dir import CONFIG_FILE, WEIGHTS_FILE
 from tests import tiny_models
 from tests.random_adapters import adapted
+from tests.ranks import run_ranks
 from trainer_svc.megatron import parallel
 from trainer_svc.megatron.adapter_io.export import AdapterExporter
 from trainer_svc.megatron.lora.settings import LoraSettings
@@ -50,10 +49,8 @@ def settings(name: str) -> LoraSettings:
     return LoraSettings.model_validate({"rank": 4, "alpha": 12} | CASES[name][1])
 
 
-def run_rank(rank: int, root: Path) -> None:
+def run_rank(root: Path) -> None:
     """In every layout load what one rank exported, and export it both ways."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2)
     for layout, sizes in LAYOUTS.items():
         parallel_settings = ParallelSettings.model_validate(sizes)
         parallel.start(parallel_settings)
@@ -63,7 +60,6 @@ def run_rank(rank: int, root: Path) -> None:
             before = {key: value.clone() for key, value in model.values.items()}
             _export(model.exporter(), root / name, layout=layout)
             assert all(torch.equal(before[key], value) for key, value in model.values.items())
-    dist.destroy_process_group()
 
 
 def _export(exporter: AdapterExporter, path: Path, *, layout: str) -> None:
@@ -82,7 +78,7 @@ def exports(ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir()
         model.exporter().to_peft_dir(root / name / "peft")
         model.export(root / name / "flat", dtype=Dtype.BFLOAT16)
-    start_processes(run_rank, args=(root,), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(run_rank, root, num_ranks=2, store=root / "store", deadline_seconds=100)
     return root
 
 

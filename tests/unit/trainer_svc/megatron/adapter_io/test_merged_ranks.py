@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from tests import tiny_models
+from tests.ranks import run_ranks
 from trainer_svc.megatron import parallel
 from trainer_svc.megatron.adapter_io.merge import MergedExporter
 from trainer_svc.megatron.lora.layers import add_lora, trained_tensors
@@ -41,13 +40,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@dataclass(frozen=True)
-class Job:
-    """Where the models lie, each beside its one-rank exports."""
-
-    directory: Path
-
-
 def export(model_dir: Path, lora: dict[str, Any], sizes: dict[str, Any], path: Path) -> bytes:
     """The digest of the merged model on rank 0, nothing elsewhere; values depend on names alone."""
     settings = ParallelSettings(**sizes)
@@ -66,17 +58,12 @@ def export(model_dir: Path, lora: dict[str, Any], sizes: dict[str, Any], path: P
     return manifest.digest() if manifest else b""
 
 
-def run_rank(rank: int, job: Job) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{job.directory / 'store'}", rank=rank, world_size=2
-    )
+def run_rank(root: Path) -> None:
     for number, (name, lora, sizes) in enumerate(CASES):
-        digest = export(job.directory / name, lora, sizes, job.directory / "export")
-        if rank == 0:
-            expected = job.directory / f"{number}.digest"
+        digest = export(root / name, lora, sizes, root / "export")
+        if dist.get_rank() == 0:
+            expected = root / f"{number}.digest"
             assert digest == expected.read_bytes(), f"{name}, {lora}, {sizes}"
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("ranks")
@@ -86,4 +73,4 @@ def test_exports_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
             tiny_models.save(name, tmp_path / name, num_layers=NUM_LAYERS)
         digest = export(tmp_path / name, lora, {}, tmp_path / "export")
         (tmp_path / f"{number}.digest").write_bytes(digest)
-    start_processes(run_rank, args=(Job(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(run_rank, tmp_path, num_ranks=2, store=tmp_path / "store", deadline_seconds=100)

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
 
 from tests import tiny_models
+from tests.ranks import run_ranks
 from trainer_svc.megatron import parallel
 from trainer_svc.megatron.lora.layers import (
     TrainedTensor,
@@ -106,11 +106,7 @@ def file(directory: Path, name: str, lora: dict[str, Any]) -> Path:
     return directory / f"{own}.pt"
 
 
-def run_rank(rank: int, job: Job) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{job.directory / 'store'}", rank=rank, world_size=2
-    )
+def run_rank(job: Job) -> None:
     for name, lora, sizes in CASES:
         parallel.start(ParallelSettings.model_validate(sizes))
         base = build(job.directory, name, lora, sizes)
@@ -125,7 +121,6 @@ def run_rank(rank: int, job: Job) -> None:
             error = float((gradient - wanted).norm() / wanted.norm().clamp_min(1e-9))
             assert error < 1e-4, f"{case}: the gradient is off by {error}"
     check_pipelined(job.directory)
-    dist.destroy_process_group()
 
 
 def check_start(tensor: TrainedTensor, value: Tensor, *, case: str) -> None:
@@ -170,4 +165,4 @@ def test_start_values_and_gradients_over_two_ranks_are_those_of_one(tmp_path: Pa
         values = {t.name: t.parameter.detach() for t in trained_tensors(bases[0].chunks)}
         rows = [gradients(base, row) for base, row in zip(bases, ROWS, strict=True)]
         torch.save({"values": values, "gradients": rows}, file(tmp_path, name, lora))
-    start_processes(run_rank, args=(Job(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(run_rank, Job(tmp_path), num_ranks=2, store=tmp_path / "store", deadline_seconds=240)

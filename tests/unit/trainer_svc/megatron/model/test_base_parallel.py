@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from common.errors import ConfigError
 from tests import tiny_models
+from tests.ranks import run_ranks
 from trainer_svc.megatron import parallel
 from trainer_svc.megatron.model.architectures import read_base_config
 from trainer_svc.megatron.model.build import BaseModel, build_model
@@ -53,29 +52,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@dataclass(frozen=True)
-class Job:
-    """Where the models lie, each beside the logits that Hugging Face gives for it."""
-
-    directory: Path
-
-
-def run_rank(rank: int, job: Job) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{job.directory / 'store'}", rank=rank, world_size=2
-    )
+def run_rank(root: Path) -> None:
+    """Check every case's logits against those beside its model in `root`."""
     for name, sizes in CASES:
         settings = ParallelSettings(**sizes)
         parallel.start(settings)
-        path = job.directory / name
+        path = root / name
         model = build_model(path, dtype=torch.float32, parallel=settings)
         logits = pipelined_logits(model)
         if logits is not None:
             expected = torch.load(path / "logits.pt")
             difference = float((logits - expected).abs().max())
             assert difference < 1e-5, f"{name}, {sizes}: {difference}"
-    dist.destroy_process_group()
 
 
 @torch.no_grad()
@@ -104,7 +92,7 @@ def test_logits_over_two_ranks_are_those_of_hugging_face(tmp_path: Path) -> None
         model = tiny_models.load(path)
         logits = [model(part[None]).logits[0] for part in torch.split(TOKENS, LENGTHS)]
         torch.save(torch.cat(logits), path / "logits.pt")
-    start_processes(run_rank, args=(Job(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(run_rank, tmp_path, num_ranks=2, store=tmp_path / "store", deadline_seconds=200)
 
 
 @pytest.mark.parametrize(
