@@ -13,6 +13,7 @@ import pytest
 from common.errors import StagingFailed, StagingFull
 from common.peft_dir import WEIGHTS_FILE, PeftWriter, write_peft_dir
 from tests.adapters import make_adapter
+from tests.open_files import open_files
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 20])
@@ -88,7 +89,7 @@ def test_another_error_of_the_file_system_is_no_lack_of_room(
         raise OSError(number, os.strerror(number))
 
     manifest, _ = make_adapter()
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with monkeypatch.context() as patched, pytest.raises(StagingFailed) as caught:
         patched.setattr(call, failing)
         PeftWriter(tmp_path / "adapter", manifest)
@@ -97,7 +98,7 @@ def test_another_error_of_the_file_system_is_no_lack_of_room(
     text = f"staging directory {tmp_path}: {os.strerror(number)}; see to it and retry"
     assert str(caught.value) == text
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_files() == before
 
 
 def test_no_room_for_the_first_directory_names_the_room_above_it(
@@ -121,10 +122,10 @@ def test_whatever_lacks_room_is_one_error_that_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     manifest, _ = make_adapter()
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with monkeypatch.context() as patched, pytest.raises(StagingFull, match=os.strerror(number)):
         patched.setattr(call, full)
         PeftWriter(tmp_path / "adapter", manifest)
 
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_files() == before

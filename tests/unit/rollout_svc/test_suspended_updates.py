@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import sent_events, update_events
+from tests.open_files import open_files
 
 
 def content(version: int) -> Content:
@@ -179,7 +179,7 @@ def _figures(staging: Path) -> tuple[int, ...]:
     return (
         len(list(staging.iterdir())),
         Path("/proc/self/maps").read_text().count(str(staging)),
-        len(os.listdir("/proc/self/fd")),
+        len(open_files()),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 16_384,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from common.errors import (
     WaitExpired,
 )
 from tests.fake_replica import SECONDS, FakeReplica
+from tests.open_files import open_files
 from trainer_svc.config import ServerSettings
 from trainer_svc.demo import tiny
 from trainer_svc.library import AdapterPublisher, Completion
@@ -243,14 +243,14 @@ def test_a_pinned_version_outlives_newer_ones(publisher: AdapterPublisher) -> No
 def test_no_file_is_left_open_by_what_was_published(publisher: AdapterPublisher) -> None:
     """faults.md 27, AReaL#1385: nothing is kept a version."""
     publisher.publish(arrays(0), CONFIG).digest()
-    before = _open_files()
+    before = open_files()
 
     for seed in range(20):
         publisher.publish(arrays(seed), CONFIG).digest()
     with pytest.raises(ConfigError):
         publisher.publish(arrays(0), {"r": 3, "lora_alpha": 1})
 
-    assert _open_files() == before
+    assert open_files() == before
 
 
 def test_settings_of_the_server_reach_it(model: Path) -> None:
@@ -266,7 +266,3 @@ def _versions(publisher: AdapterPublisher) -> list[int]:
         stub = adapter_pb2_grpc.AdapterServiceStub(channel)
         listed = stub.ListAdapters(adapter_pb2.AdapterServiceListAdaptersRequest(), timeout=5)
     return [ref.version for ref in listed.adapters]
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
