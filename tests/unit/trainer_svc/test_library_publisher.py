@@ -28,7 +28,7 @@ from tests.fake_replica import SECONDS, FakeReplica
 from tests.open_files import open_files
 from trainer_svc.config import ServerSettings
 from trainer_svc.demo import tiny
-from trainer_svc.library import AdapterPublisher, Completion
+from trainer_svc.library import AdapterPublisher, Completion, Published
 
 CONFIG = {"r": 2, "lora_alpha": 4}
 _MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -242,15 +242,13 @@ def test_a_pinned_version_outlives_newer_ones(publisher: AdapterPublisher) -> No
 
 def test_no_file_is_left_open_by_what_was_published(publisher: AdapterPublisher) -> None:
     """faults.md 27, AReaL#1385: nothing is kept a version."""
-    publisher.publish(arrays(0), CONFIG).digest()
-    before = open_files()
-
+    before = _open_files_after(publisher, publisher.publish(arrays(0), CONFIG))
     for seed in range(20):
-        publisher.publish(arrays(seed), CONFIG).digest()
+        published = publisher.publish(arrays(seed), CONFIG)
     with pytest.raises(ConfigError):
         publisher.publish(arrays(0), {"r": 3, "lora_alpha": 1})
 
-    assert open_files() == before
+    assert _open_files_after(publisher, published) == before
 
 
 def test_settings_of_the_server_reach_it(model: Path) -> None:
@@ -266,3 +264,9 @@ def _versions(publisher: AdapterPublisher) -> list[int]:
         stub = adapter_pb2_grpc.AdapterServiceStub(channel)
         listed = stub.ListAdapters(adapter_pb2.AdapterServiceListAdaptersRequest(), timeout=5)
     return [ref.version for ref in listed.adapters]
+
+
+def _open_files_after(publisher: AdapterPublisher, published: Published) -> list[str]:
+    """Once the version's own is closed: after its digest, before the next reply is read."""
+    with publisher.pinned(published):
+        return open_files()
