@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from types import TracebackType
 
 from common.tasks import cancel
 
@@ -45,12 +44,7 @@ class Proxy:
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     def hang(self) -> None:

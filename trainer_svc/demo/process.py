@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from common.errors import Unavailable
@@ -44,12 +43,7 @@ class Service:
         self._copy = asyncio.ensure_future(self._copy_lines())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._process.returncode is None:
             self._process.terminate()
         try:

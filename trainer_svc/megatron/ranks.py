@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from common.errors import WaitExpired, WorkerGone, WorkerLost
@@ -70,12 +69,7 @@ class Ranks:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

@@ -27,6 +27,7 @@ from common.adapter import (
 from common.model_dir import BaseModel
 from common.peft_dir import write_peft_dir
 from common.stream.content import Content
+from common.tasks import cancel
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import Generation, TokenDelta
 from rollout_svc.retention import LiveAdapter
@@ -199,6 +200,6 @@ async def registry_of(
     )
     unloading = asyncio.create_task(registry.run())
     yield registry
-    unloading.cancel()
+    await cancel(unloading)
     for live in registry._live:
         await engine.unload(live.loaded.id)
