@@ -25,7 +25,7 @@ class Shape:
         """The manifest without digests."""
         names = tuple(sorted({name.rpartition(".")[2] for name, _, _ in self.modules}))
         lora = LoraConfig(rank=self.rank, alpha=2.0 * self.rank, target_modules=names)
-        return Manifest(BASE_FINGERPRINT, lora, plan(self._entries()))
+        return Manifest(BASE_FINGERPRINT, lora, plan(self.entries()))
 
     def filled(self, *, seed: int) -> tuple[Manifest, memoryview]:
         """A version of it; other seeds give other bytes everywhere."""
@@ -36,7 +36,8 @@ class Shape:
         buffer = memoryview(words.tobytes())[: empty.total_bytes]
         return Manifest(empty.base_fingerprint, empty.lora, seal(empty.tensors, buffer)), buffer
 
-    def _entries(self) -> Iterator[TensorEntry]:
+    def entries(self) -> Iterator[TensorEntry]:
+        """Its tensors."""
         for name, inputs, outputs in self.modules:
             prefix = f"base_model.model.{name}"
             a, b = (self.rank, inputs), (outputs, self.rank)
@@ -44,9 +45,8 @@ class Shape:
             yield TensorEntry(f"{prefix}.lora_B.weight", Dtype.BFLOAT16, b, Layout.LORA_B)
 
 
-def _dense(
-    layers: int, hidden: int, kv: int, intermediate: int
-) -> tuple[tuple[str, int, int], ...]:
+def dense(layers: int, hidden: int, kv: int, intermediate: int) -> tuple[tuple[str, int, int], ...]:
+    """The linears of a dense model, for `Shape.modules`."""
     sizes = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (hidden, kv),
@@ -75,9 +75,9 @@ def _experts(
     )
 
 
-SMALL = Shape("10 MB, 60 tensors", 32, _dense(30, 2560, 640, 6912)[: 30 * 7 : 7])
+SMALL = Shape("10 MB, 60 tensors", 32, dense(30, 2560, 640, 6912)[: 30 * 7 : 7])
 """One projection in each of 30 layers."""
 
-SMOLLM2 = Shape("SmolLM2-135M rank 16", 16, _dense(30, 576, 192, 1536))
-QWEN3_8B = Shape("Qwen3-8B rank 32", 32, _dense(36, 4096, 1024, 12288))
+SMOLLM2 = Shape("SmolLM2-135M rank 16", 16, dense(30, 576, 192, 1536))
+QWEN3_8B = Shape("Qwen3-8B rank 32", 32, dense(36, 4096, 1024, 12288))
 MIXTURE = Shape("mixture of experts", 16, _experts(30, 100, 2048, 1536))

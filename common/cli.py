@@ -136,7 +136,7 @@ def _publish(args: argparse.Namespace) -> None:
         args.peft_dir,
         model=args.model,
         adapter=args.adapter,
-        server=load_config(PublishConfig, None, _overrides(args.set)).server,
+        config=load_config(PublishConfig, None, _overrides(args.set)),
         watch=args.watch,
     )
 

@@ -9,9 +9,13 @@ from grpc import StatusCode
 
 
 class RefitError(Exception):
-    """Base of all domain errors; `code` is what the peer sees."""
+    """Base of all domain errors; `code` is what the peer sees.
+
+    With `retry_after_seconds` it is also told when to come again.
+    """
 
     code = StatusCode.INTERNAL
+    retry_after_seconds: float | None = None
 
 
 class InvalidField(RefitError, ValueError):
@@ -80,6 +84,7 @@ class QueueFull(RefitError):
     """As many requests, or subscribers, as are taken are here already."""
 
     code = StatusCode.RESOURCE_EXHAUSTED
+    retry_after_seconds = 1.0
 
 
 class Unauthenticated(RefitError):

@@ -120,13 +120,15 @@ async def _mapped(context: Context) -> AsyncIterator[None]:
 
 
 async def _abort(context: Context, error: RefitError) -> NoReturn:
-    """End the call with the error's status and a machine-readable `ErrorInfo`."""
+    """End the call with the error's status, its `ErrorInfo` for machines and when to come again."""
     info = any_pb2.Any()
     info.Pack(error_details_pb2.ErrorInfo(reason=type(error).__name__, domain="refit.v1"))
     status = status_pb2.Status(code=error.code.value[0], message=str(error), details=[info])
-    await context.abort(
-        error.code,
-        str(error),
-        trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),),
-    )
+    trailing: list[tuple[str, str | bytes]] = [
+        ("grpc-status-details-bin", status.SerializeToString())
+    ]
+    if error.retry_after_seconds is not None:
+        # gRPC's own name: clients with a retry policy heed it.
+        trailing.append(("grpc-retry-pushback-ms", f"{1000 * error.retry_after_seconds:.0f}"))
+    await context.abort(error.code, str(error), trailing_metadata=tuple(trailing))
     raise AssertionError("abort always raises")

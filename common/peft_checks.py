@@ -114,9 +114,13 @@ def _pattern(source: object, config: Mapping[str, Any], key: str) -> list[tuple[
     return list(found.items())
 
 
-def check_served(source: object, lora: LoraConfig) -> None:
-    """Raises `ConfigError` where vLLM's LoRA slots cannot serve an adapter as it is published."""
+def check_served(source: object, lora: LoraConfig, *, dora: bool = False) -> None:
+    """Raises `ConfigError` where no replica can serve an adapter as it is published.
+
+    Args:
+        dora: it may be summed into a replica's weights; no LoRA slot takes a magnitude.
+    """
     for key in ("use_dora", "rank_pattern", "alpha_pattern"):
-        if found := getattr(lora, key):
+        if (found := getattr(lora, key)) and not (dora and key == "use_dora"):
             given = dict(found) if isinstance(found, tuple) else found
             raise ConfigError(f"{source}: {key} = {given!r} cannot be served; remove it")

@@ -30,6 +30,7 @@ NEEDED: Mapping[str, tuple[Role, ...]] = {
     "/refit.v1.AdapterService/RenewLease": ("subscribe",),
     "/refit.v1.AdapterService/ListAdapters": ("subscribe",),
     "/refit.v1.RolloutService/Generate": ("generate",),
+    "/refit.v1.RolloutService/GenerateBatch": ("generate",),
     "/refit.v1.RolloutService/ListAdapters": ("generate",),
     "/refit.v1.TrainerService/GetStatus": ANY,
     "/refit.v1.VersionService/GetVersion": ANY,

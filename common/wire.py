@@ -24,6 +24,13 @@ from common.adapter import (
 from common.canary_wire import canary_from_proto, canary_to_proto
 from common.errors import CorruptUpdate, InvalidField
 from common.lora_wire import lora_from_proto, lora_to_proto
+from common.rules import (
+    Rules,
+    merge_from_proto,
+    merge_to_proto,
+    swap_from_proto,
+    swap_to_proto,
+)
 
 CHUNK_BYTES = 1 << 20
 """Measured optimum for grpc.aio streams, and well under gRPC's default message limit of 4 MiB."""
@@ -114,6 +121,7 @@ def manifest_to_proto(
     manifest: Manifest,
     *,
     canary: Canary | None = None,
+    rules: Rules = Rules(),  # noqa: B008 - frozen
     page_tensors: int = PAGE_TENSORS,
 ) -> tuple[adapter_pb2.AdapterManifest, Iterator[adapter_pb2.ManifestTensors]]:
     """A manifest with the first page of its table; the other pages, each made when asked for."""
@@ -127,6 +135,8 @@ def manifest_to_proto(
         total_bytes=manifest.total_bytes,
         tensor_count=len(specs),
         canary=canary_to_proto(canary) if canary else None,
+        swap=swap_to_proto(rules.swap),
+        merge=merge_to_proto(rules.merge),
     )
     pages = (
         adapter_pb2.ManifestTensors(tensors=map(_spec_to_proto, specs[at : at + page_tensors]))
@@ -171,6 +181,7 @@ class ManifestReader:
         self.delta_base = ref_from_proto(msg.delta_base) if msg.HasField("delta_base") else None
         self.base_fingerprint = msg.base_fingerprint
         self._lora = self._read_lora(msg)
+        self.rules = self._read_rules(msg)
         self._tensor_count, self._total_bytes = msg.tensor_count, msg.total_bytes
         self._specs: dict[str, TensorSpec] = {}
         self._end_bytes = 0
@@ -193,6 +204,14 @@ class ManifestReader:
             raise InvalidField(
                 f"manifest.tensor_count: {self._tensor_count}, but {len(self._specs)} tensors came"
             )
+
+    def _read_rules(self, msg: adapter_pb2.AdapterManifest) -> Rules:
+        merge = merge_from_proto(msg.merge, field="manifest.merge")
+        if merge and self.kind is not Kind.LORA:
+            raise InvalidField(
+                f"manifest.merge: set with {self.kind.name}; leave it out, it is for adapters"
+            )
+        return Rules(swap_from_proto(msg.swap, field="manifest.swap"), merge)
 
     def _read_lora(self, msg: adapter_pb2.AdapterManifest) -> LoraConfig | None:
         if self.kind is Kind.LORA:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,24 +10,21 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from common.adapter import AdapterRef, Kind
-from common.errors import (
-    AdapterNotFound,
-    AlreadyExists,
-    NotHeld,
-    RefitError,
-    Unavailable,
-    WaitExpired,
-)
+from common.errors import AdapterNotFound, AlreadyExists, NotHeld, Unavailable, WaitExpired
 from common.model_dir import BaseModel
+from common.rules import Merge, Rules, Swap
 from common.signal import Signal
 from common.stream.content import Content
-from common.tasks import see_through
-from rollout_svc.binding import refuse_unbound
-from rollout_svc.canary import check_canary
-from rollout_svc.engine import Engine, EngineAdapter
-from rollout_svc.retention import LiveAdapter, Retention, current, slots_used
+from rollout_svc.commits import Commits, Committed
+from rollout_svc.engine import Engine
+from rollout_svc.live import Admitted, LiveAdapter
+from rollout_svc.pauses import EnginePause
+from rollout_svc.pristine import PristineBase
+from rollout_svc.retention import Retention, current
 from rollout_svc.selector import Rule, Selector
-from rollout_svc.weights import Committed, EngineWeights
+from rollout_svc.slots import Slots
+from rollout_svc.uses import Uses
+from rollout_svc.weights import EngineWeights
 
 
 @dataclass(slots=True)
@@ -37,39 +32,65 @@ class AdapterRegistry:
     """Which version answers a request.
 
         await registry.commit(content, path, source="trainer:50051")
-        async with registry.admit(selector, wait_seconds=30) as live:
-            ...  # live.loaded stays loaded here, whatever arrives meanwhile
+        async with registry.admit(selector, request_id="1", wait_seconds=30) as admitted:
+            ...  # admitted.adapter stays loaded here, whatever arrives meanwhile
 
     `run` unloads what is no longer needed and must be running.
 
     Args:
         base: the model that adapters here belong to.
-        base_missing: its weights are not here yet.
-        slots: LoRA slots of the engine. At most this many minus one are loaded between commits,
-            so that a load never evicts an adapter (vllm#47724).
+        pristine: where its weights are read from; without a model in it they are not here yet.
+        slots: LoRA slots of the engine. At most this many minus one take part in a batch, so that
+            the load of the next version never evicts an adapter (vllm#47724).
         keep_versions: newest versions of an adapter that stay committed.
+        slot_wait_seconds: how long a commit waits for running requests, and a request for a slot.
+        rules: for updates that come without.
+        pause: the engine's, shared with whoever else pauses it.
     """
 
     engine: Engine
     base: InitVar[BaseModel]
-    slots: int
-    keep_versions: int
+    pristine: InitVar[PristineBase]
+    slots: InitVar[int]
+    keep_versions: InitVar[int]
     slot_wait_seconds: float
-    base_missing: InitVar[bool] = False
+    rules: Rules = field(default_factory=lambda: Rules(Swap.FINISH, Merge.NEVER))
+    pause: InitVar[EnginePause | None] = None
     first_commit: asyncio.Event = field(default_factory=asyncio.Event)
-    _live: list[LiveAdapter] = field(default_factory=list)
-    _unloading: set[int] = field(default_factory=set)
-    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     weights: EngineWeights = field(init=False)
+    lora_slots: Slots = field(init=False)
+    uses: Uses = field(init=False)
+    _live: list[LiveAdapter] = field(default_factory=list)
+    _commits: Commits = field(init=False)
     _changed: Signal = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _retention: Retention = field(init=False)
 
-    def __post_init__(self, base: BaseModel, base_missing: bool) -> None:
-        self.weights = EngineWeights(self.engine, base, missing=base_missing)
-        self._changed = self.weights.changed
-        self._retention = Retention(slots=self.slots, keep_versions=self.keep_versions)
+    def __post_init__(
+        self,
+        base: BaseModel,
+        pristine: PristineBase,
+        slots: int,
+        keep_versions: int,
+        pause: EnginePause | None,
+    ) -> None:
+        engine = self.engine
+        self.uses = Uses(engine.abort)
+        self._changed = self.uses.changed
+        self.weights = EngineWeights(engine, base, pristine, missing=pristine.missing)
+        self.lora_slots = Slots(engine, slots, self._changed)
+        self._retention = Retention(slots=slots, keep_versions=keep_versions)
+        self._commits = Commits(
+            engine=engine,
+            lives=self._live,
+            serve=self._serve,
+            uses=self.uses,
+            slots=self.lora_slots,
+            weights=self.weights,
+            pause=pause or EnginePause(engine),
+            wait_seconds=self.slot_wait_seconds,
+        )
 
     def listing(self, *, source: str | None = None) -> list[AdapterRef]:
         """Versions a request may ask for, oldest commit first; of one trainer, or of all."""
@@ -79,16 +100,24 @@ class AdapterRegistry:
         """The bytes of the versions served, oldest commit first."""
         return [live.content for live in current(self._live)]
 
-    def check_fits(self, kind: Kind, base_fingerprint: str, *, source: str) -> None:
+    def is_merged(self, kind: Kind, rules: Rules) -> bool:
+        """Whether such an update takes the place of the engine's own weights."""
+        return kind is not Kind.LORA or (rules.merge or self.rules.merge) is Merge.ROLLOUT
+
+    def check_fits(
+        self, ref: AdapterRef, kind: Kind, base_fingerprint: str, *, rules: Rules, source: str
+    ) -> None:
         """Raises `Incompatible` where such a version cannot be served beside what is here."""
-        adapters = [live.ref for live in current(self._live) if live.lora]
-        self.weights.check_fits(kind, base_fingerprint, source=source, adapters=adapters)
+        others = [live.ref for live in current(self._live) if not _may_replace(ref, source, live)]
+        self.weights.check_fits(
+            kind, base_fingerprint, merged=self.is_merged(kind, rules), others=others
+        )
 
     async def commit(self, content: Content, path: Path, *, source: str) -> Committed:
         """Load the staged directory `path` and serve it; it is the registry's from here.
 
-        A merged version waits for every running request to end, and takes the place of the one
-        before it. The base's own weights are loaded, and not listed.
+        What becomes of running requests, and where the version is served, say the update's rules
+        or this replica's own. The base's own weights are loaded, and not listed.
 
         A failed commit changes no listing and removes `path`.
 
@@ -97,10 +126,10 @@ class AdapterRegistry:
             Incompatible: a tensor found no module, the engine refused the version, or it does not
                 go with what is served here.
             CanaryRefused: its log-probabilities are not the trainer's.
-            Unavailable: no slot came free in time, or the engine is gone.
+            Unavailable: running requests did not make way in time, or the engine is gone or asleep.
         """
         try:
-            async with self._commit_lock:
+            async with self._turn():
                 return await self._commit(content, path, source)
         except BaseException:
             if all(live.loaded.path != path for live in self._live):
@@ -108,49 +137,33 @@ class AdapterRegistry:
             raise
 
     async def _commit(self, content: Content, path: Path, source: str) -> Committed:
-        ref = content.ref
+        ref, kind = content.ref, content.manifest.kind
         if served := self._served(ref):
             served.superseded = False
             await asyncio.to_thread(_remove, path)
             return Committed([])
-        self.check_fits(content.manifest.kind, content.manifest.base_fingerprint, source=source)
-        if content.manifest.kind is not Kind.LORA:
-            async with self.weights.unused(wait_seconds=self.slot_wait_seconds):
-                return await see_through(self._replace_weights(content, path, source))
-        return await self._load(content, path, source)
+        fingerprint = content.manifest.base_fingerprint
+        self.check_fits(ref, kind, fingerprint, rules=content.rules, source=source)
+        merged = self.is_merged(kind, content.rules)
+        load = self._commits.into_weights if merged else self._commits.into_slot
+        swap = content.rules.swap or self.rules.swap or Swap.FINISH
+        return await load(content, path, source=source, swap=swap)
 
-    async def _replace_weights(self, content: Content, path: Path, source: str) -> Committed:
-        committed = await self.weights.load(content, path, source=source)
-        if content.manifest.kind is Kind.BASE:
-            await asyncio.to_thread(_remove, path)
-            return committed
-        for live in self._live:
-            live.retired = True
-        self._serve(LiveAdapter(content, self._named(content.ref, path), source))
-        return committed
-
-    async def _load(self, content: Content, path: Path, source: str) -> Committed:
-        ref = content.ref
-        self._retention.check_room(ref, self._live, source=source)
-        await self._wait(self._has_free_slot, self.slot_wait_seconds, self._slots_are_taken)
-        loaded = self._named(ref, path)
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One commit at a time; raises `Unavailable` where the wait for the turn is too long."""
         try:
-            reports = await self.engine.load(loaded)
-            refuse_unbound(ref, reports)
-            difference = None
-            if content.canary:
-                difference = await check_canary(self.engine, loaded, content.canary, ref=ref)
-        except BaseException:
-            # A dead engine's error must not take the place of a cancellation that is under way.
-            with contextlib.suppress(RefitError):
-                await self.engine.unload(loaded.id)
-            raise
-        self._serve(LiveAdapter(content, loaded, source))
-        return Committed(reports, difference)
-
-    def _named(self, ref: AdapterRef, path: Path) -> EngineAdapter:
-        name = f"{ref.adapter}@{ref.version}-{ref.digest.hex()[:16]}"
-        return EngineAdapter(next(self._ids), name, path)
+            async with asyncio.timeout(self.slot_wait_seconds):
+                await self._commit_lock.acquire()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"slot_wait_seconds: for {self.slot_wait_seconds:g} s the engine slept, was "
+                "started anew or took another update; this one comes again once it serves"
+            ) from error
+        try:
+            yield
+        finally:
+            self._commit_lock.release()
 
     async def alias(self, ref: AdapterRef, *, source: str) -> None:
         """Serve `ref` by the version that has the same digest; nothing is loaded.
@@ -159,7 +172,7 @@ class AdapterRegistry:
             AlreadyExists: the version is known with another digest.
             NotHeld: no version here has these bytes.
         """
-        async with self._commit_lock:
+        async with self._turn():
             if served := self._served(ref):
                 served.superseded = False
                 return
@@ -167,7 +180,7 @@ class AdapterRegistry:
             if twin is None:
                 raise NotHeld(f"alias.ref: no version here has the digest of {ref}")
             content = Content.whole(ref, twin.content.manifest, twin.content.buffer)
-            self._serve(LiveAdapter(content, twin.loaded, source))
+            self._serve(LiveAdapter(content, twin.loaded, source, merged=twin.merged))
 
     def _serve(self, live: LiveAdapter) -> None:
         """Nothing is awaited: a cancellation comes before the switch or after it."""
@@ -203,33 +216,47 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def admit(
-        self, selector: Selector, *, wait_seconds: float
-    ) -> AsyncIterator[LiveAdapter | None]:
-        """Choose the version and keep it loaded inside the block; None is the base model.
+        self, selector: Selector, *, request_id: str, wait_seconds: float
+    ) -> AsyncIterator[Admitted]:
+        """Choose the version and keep it loaded inside the block.
+
+        Args:
+            request_id: as the engine will know it; no other running request's.
 
         Raises:
             AdapterNotFound: no such adapter, or not that version.
             Incompatible: the base is asked for, and its weights are not here.
             WaitExpired: AT_LEAST did not see its version within `wait_seconds`, or the weights
                 were being replaced for so long.
+            QueueFull: running requests had all slots for so long, or for `slot_wait_seconds`.
+            Unavailable: the engine is being started anew, or sleeps.
         """
         await self._wait(
-            lambda: self.weights.open and self._has_arrived(selector),
+            lambda: self.uses.refuses or (self._is_open() and self._has_arrived(selector)),
             wait_seconds,
             lambda: WaitExpired(f"adapter: {selector} did not arrive; {self._what_is_here()}"),
         )
-        with self.weights.used():
-            if selector.rule is Rule.BASE:
-                self.weights.check_base()
-                yield None
-                return
-            live = self._find(selector)
-            live.pins += 1
-            try:
-                yield live
-            finally:
-                live.pins -= 1
-                self._idle.set()
+        self.uses.check_taken()
+        live = self._chosen(selector)
+        try:
+            with self.uses.using(request_id, live):
+                if live is None or live.merged:
+                    yield Admitted(live)
+                    return
+                wait_seconds = min(wait_seconds, self.slot_wait_seconds)
+                async with self.lora_slots.held(live.loaded, wait_seconds=wait_seconds):
+                    yield Admitted(live)
+        finally:
+            self._idle.set()
+
+    def _is_open(self) -> bool:
+        return self.uses.open and not self.weights.broken
+
+    def _chosen(self, selector: Selector) -> LiveAdapter | None:
+        if selector.rule is Rule.BASE:
+            self.weights.check_base()
+            return None
+        return self._find(selector)
 
     def _has_arrived(self, selector: Selector) -> bool:
         return selector.rule is not Rule.AT_LEAST or selector.pick(self.listing()) is not None
@@ -250,21 +277,47 @@ class AdapterRegistry:
 
     async def _unload_unused(self) -> None:
         for live in [live for live in self._live if live.retired and not live.pins]:
+            others = [other for other in self._live if other is not live]
+            if all(other.loaded.id != live.loaded.id for other in others):
+                await self.lora_slots.drop(live.loaded.id)
+            if all(other.loaded.path != live.loaded.path for other in others):
+                await asyncio.to_thread(_remove, live.loaded.path)
             self._live.remove(live)
-            if all(other.loaded is not live.loaded for other in self._live):
-                await self._unload(live)
-            self._notify()
+            self._changed.notify()
 
-    async def _unload(self, live: LiveAdapter) -> None:
-        if not live.lora:
-            await asyncio.to_thread(_remove, live.loaded.path)
-            return
-        self._unloading.add(live.lora.id)
-        try:
-            await self.engine.unload(live.lora.id)
-            await asyncio.to_thread(_remove, live.loaded.path)
-        finally:
-            self._unloading.remove(live.lora.id)
+    @asynccontextmanager
+    async def stopped(self, *, grace_seconds: float, because: str) -> AsyncIterator[None]:
+        """Nobody computes inside the block, and nothing is committed.
+
+        Requests that run longer than the grace end with the tokens they have; new ones are refused,
+        from the call on.
+
+        Raises:
+            Unavailable: they did not even then.
+        """
+        with self.uses.closed(because=because):
+            async with self._commit_lock:
+                try:
+                    await self.uses.wait_for_end(_anybody, wait_seconds=grace_seconds)
+                except Unavailable:
+                    await self.uses.end(_anybody, wait_seconds=self.slot_wait_seconds)
+                yield
+
+    async def reload(self) -> None:
+        """Put back what was served, after the engine began anew; call it inside `stopped`.
+
+        Every adapter's newest version is in a slot then, as far as there are any; the others come
+        when they are asked for.
+
+        Raises:
+            Incompatible, Unavailable: something could not be loaded again.
+        """
+        self.lora_slots.forget()
+        await self.weights.reload(next((v.ref for v in self._live if v.merged), None))
+        newest = {(v.source, v.ref.adapter): v for v in current(self._live) if v.lora}
+        for live in list(newest.values())[: max(self.lora_slots.count - 1, 0)]:
+            async with self.lora_slots.held(live.loaded, wait_seconds=self.slot_wait_seconds):
+                pass
 
     async def _wait(
         self, ready: Callable[[], bool], seconds: float, expired: Callable[[], Exception]
@@ -276,17 +329,18 @@ class AdapterRegistry:
         self._idle.set()
         self._changed.notify()
 
-    def _has_free_slot(self) -> bool:
-        return slots_used(self._live) + len(self._unloading) < self.slots
-
-    def _slots_are_taken(self) -> Unavailable:
-        return Unavailable(
-            f"max_loras: all {self.slots} slots are in use by running requests; "
-            "add slots or shorten the generations"
-        )
-
     def _what_is_here(self) -> str:
         return "served here: " + (", ".join(map(str, self.listing())) or "nothing but the base")
+
+
+def _anybody(_live: LiveAdapter | None) -> bool:
+    return True
+
+
+def _may_replace(ref: AdapterRef, source: str, live: LiveAdapter) -> bool:
+    """Whether `live` goes when this version of a trainer comes."""
+    of_older_run = live.ref.run_id != ref.run_id
+    return live.source == source and (live.ref.adapter == ref.adapter or of_older_run)
 
 
 def _same_version(one: AdapterRef, other: AdapterRef) -> bool:

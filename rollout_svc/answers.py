@@ -9,54 +9,10 @@ from blake3 import blake3
 from refit.v1 import rollout_pb2
 
 from common.errors import AlreadyExists
-from rollout_svc.engine import FinishReason, TokenDelta
 
 _MAX_BYTES = 64 << 20
 # What Python keeps beside an answer's own bytes, about.
 _ENTRY_BYTES = 512
-
-
-@dataclass(slots=True)
-class Transcript:
-    """All that a request has been answered so far, each completion joined to one delta."""
-
-    unfinished: int
-    _parts: dict[int, _Parts] = field(default_factory=dict)
-
-    def add(self, delta: TokenDelta) -> bool:
-        """Whether the answer is whole now: every completion came to its own end."""
-        parts = self._parts.get(delta.index)
-        if parts is None:
-            parts = self._parts[delta.index] = _Parts()
-        parts.token_ids += delta.token_ids
-        parts.logprobs += delta.logprobs
-        parts.texts.append(delta.text)
-        if delta.finish_reason is None:
-            return False
-        parts.finish_reason = delta.finish_reason
-        self.unfinished -= delta.finish_reason is not FinishReason.ABORT
-        return self.unfinished == 0
-
-    def joined(self) -> list[TokenDelta]:
-        """One delta a completion."""
-        return [
-            TokenDelta(
-                index=index,
-                token_ids=tuple(parts.token_ids),
-                logprobs=tuple(parts.logprobs),
-                text="".join(parts.texts),
-                finish_reason=parts.finish_reason,
-            )
-            for index, parts in sorted(self._parts.items())
-        ]
-
-
-@dataclass(slots=True)
-class _Parts:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

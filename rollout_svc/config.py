@@ -8,8 +8,22 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config import Config
+from common.config import Config, suggestion
+from common.rules import Merge, Swap
 from common.security import SecuritySettings
+
+OPENAI_ARGS = (
+    "chat_template",
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "enable_auto_tool_choice",
+    "enable_force_include_usage",
+    "enable_prompt_tokens_details",
+    "exclude_tools_when_tool_choice_none",
+    "response_role",
+    "return_tokens_as_token_ids",
+    "tool_call_parser",
+)
 
 
 def _default_staging_dir() -> Path:
@@ -47,25 +61,56 @@ class RolloutConfig(Config):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; unset: none is served."""
 
+    openai_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the OpenAI endpoint on `host`, with `security`'s TLS and tokens; 0 lets the system
+    choose; unset: none is served. See docs/openai.md."""
+
+    openai_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed on to vLLM's OpenAI server, by its own names, e.g. {"tool_call_parser": "hermes"}; it
+    takes those arguments that shape prompts and answers."""
+
     grace_seconds: float = Field(default=20.0, ge=0)
     """How long running generations may go on after SIGTERM."""
 
-    max_loras: int = Field(default=4, ge=2)
-    """LoRA slots. One is kept free for the next version, so this many minus one stay loaded."""
+    swap: Swap = Swap.FINISH
+    """What becomes of requests in flight when a version is committed: `finish`, `abort` or
+    `continue`; an update may say otherwise."""
+
+    merge: Merge = Merge.NEVER
+    """`never` serves adapters from LoRA slots, `rollout` sums each into the engine's weights; an
+    update may say otherwise."""
+
+    base_copy: Literal["host", "checkpoint"] = "host"
+    """Where the base's weights come from at each merge: a copy in `staging_dir`, made at the first,
+    or the files of `model`, read again."""
+
+    max_loras: int = Field(default=4, ge=0)
+    """LoRA slots. One is kept free for the next version, so this many minus one take part in a
+    batch; more adapters than that wait in `staging_dir` and change places. 0, with
+    `merge = rollout`, starts the engine without slots, which decodes fastest."""
 
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64
     """Largest LoRA rank; vLLM takes no others."""
 
     keep_versions: int = Field(default=2, ge=1)
-    """Newest versions of an adapter that requests may ask for; running ones keep theirs anyway."""
+    """Newest versions of an adapter that requests may ask for; running ones keep theirs anyway. Of
+    versions that are summed into the weights only the newest is served."""
 
     slot_wait_seconds: float = Field(default=120.0, gt=0)
     """How long an update waits for running requests to free a slot, or all of them to end where it
-    replaces the engine's weights, before it is refused."""
+    replaces the engine's weights, before it is refused; and a request for its adapter's slot."""
 
     max_update_bytes: int = Field(default=4 << 30, gt=0)
     """Largest update that is accepted, in bytes; one of merged weights, or of the base, is a whole
     model. `staging_dir` holds it, and the one before until that is replaced."""
+
+    engine_restarts: int = Field(default=3, ge=0)
+    """How often in a row the engine is started anew after its death, or after a start that failed;
+    then the process ends. A death after ten minutes of health begins a new row. 0: the process ends
+    with its engine."""
+
+    engine_start_seconds: float = Field(default=1800.0, gt=0)
+    """How long a start of the engine may take until its processes are ended."""
 
     max_requests: int = Field(default=1024, ge=1)
     """Generate calls that run or wait at once; one more is refused with RESOURCE_EXHAUSTED."""
@@ -109,6 +154,23 @@ class RolloutConfig(Config):
             )
         return self
 
+    @field_validator("openai_args")
+    @classmethod
+    def _shape_prompts_and_answers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name not in OPENAI_ARGS:
+                raise ValueError(f"{name!r} is none that is taken{suggestion(name, OPENAI_ARGS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _openai_has_a_tokenizer(self) -> RolloutConfig:
+        if self.openai_port is not None and self.engine.get("skip_tokenizer_init"):
+            raise ValueError(
+                "openai_port: set with engine.skip_tokenizer_init; the endpoint needs a tokenizer, "
+                "so unset one of them"
+            )
+        return self
+
     @property
     def trainer_addresses(self) -> list[str]:
         """Every trainer to follow."""
@@ -125,10 +187,12 @@ class RolloutConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _one_slot_stays_free(self) -> RolloutConfig:
-        if self.keep_versions >= self.max_loras:
+    def _slots_suffice(self) -> RolloutConfig:
+        if self.max_loras == 1:
             raise ValueError(
-                f"keep_versions: {self.keep_versions} with max_loras {self.max_loras}; "
-                "one slot must stay free for the next version, so keep fewer or add slots"
+                "max_loras: 1; one slot must stay free for the next version, so give 2 or more, "
+                "or 0 with merge = rollout"
             )
+        if self.max_loras == 0 and self.merge is Merge.NEVER:
+            raise ValueError("max_loras: 0 with merge = never; nothing could be served, so give 2")
         return self

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from common.adapter import Dtype, ExpertLayout, Kind, Layout
 from common.errors import Unavailable
@@ -14,12 +14,20 @@ from rollout_svc.sampling import Sampling
 
 
 class EngineDead(Unavailable):
-    """The engine process ended; only a restart of the replica helps."""
+    """The engine process ended, and none has taken its place yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """What the engine can sum into its own weights; `target_modules` are PEFT projection names."""
+
+    target_modules: tuple[str, ...]
+    layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the engine can load and take."""
+    """What the engine can load and take; `max_loras` is 0 where it has no LoRA slots."""
 
     max_rank: int
     target_modules: tuple[str, ...]
@@ -29,6 +37,7 @@ class Capabilities:
     vocab_size: int
     kinds: tuple[Kind, ...] = (Kind.LORA,)
     layouts: tuple[Layout, ...] = ExpertLayout.PER_EXPERT.factors
+    merging: Merging | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +49,42 @@ class EngineAdapter:
     path: Path
 
 
+class MismatchReason(enum.Enum):
+    """Why a tensor has no place in the live model; the value says it in words."""
+
+    NO_MODULE = "the model has no such module"
+    NOT_ADAPTED = "this server does not adapt the module"
+    SHAPE = "the module's weight has another shape"
+    RANK = "the rank is above what a slot takes"
+    KIND = "this server takes no such tensor"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mismatch:
+    """A tensor without a place; `detail` says what was found and what was expected."""
+
+    tensor: str
+    reason: MismatchReason = field(compare=False)
+    detail: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.tensor} ({self.detail or self.reason.value})"
+
+
 @dataclass(frozen=True, slots=True)
 class BoundReport:
     """What one rank says after a load.
 
-    `unbound` names the tensors that no module of this rank took, each with the reason; `stage` is
-    the rank's pipeline stage; `error` is the engine's own refusal, empty when it loaded.
+    `mismatches` are the tensors that no module of this rank took; `stage` is the rank's pipeline
+    stage; `error` is the engine's own refusal, empty when it loaded; `digest` is the BLAKE3, in
+    hex, of the adapter's file as this rank read it, where it was merged.
     """
 
     stage: int
     bound_modules: int
-    unbound: tuple[str, ...]
+    mismatches: tuple[Mismatch, ...]
     error: str
+    digest: str = ""
 
 
 class FinishReason(enum.Enum):
@@ -64,24 +97,49 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request as the engine takes it; `adapter` None asks for the base model."""
+    """A request as the engine takes it; `adapter` None asks for weights of the engine's own.
+
+    The answer goes on behind `prefix_token_ids`, which are none of its deltas. With `final_only`
+    nobody looks at a completion before its end, so that fewer deltas do.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     adapter: EngineAdapter | None
     cache_salt: str
+    prefix_token_ids: tuple[int, ...] = ()
+    final_only: bool = False
+
+
+TopTokens: TypeAlias = "tuple[tuple[int, float], ...]"
+"""The most likely token ids at one position and their log-probabilities, the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probability of each token of a prompt but the first, and the most likely ones there."""
+
+    logprobs: tuple[float, ...]
+    top: tuple[TopTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next tokens of completion `index`, each with its log-probability (natural logarithm)."""
+    """The next tokens of completion `index`, each with its log-probability (natural logarithm).
+
+    `mark` is that of the weights which made all of them, as `Engine.mark_weights` set it; `prompt`
+    comes with a request's first delta, where it was asked for.
+    """
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
     finish_reason: FinishReason | None
+    mark: int = 0
+    top: tuple[TopTokens, ...] = ()
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +171,12 @@ class Engine(Protocol):
             InvalidField: there is no template, or it refuses these messages.
         """
 
-    async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
-        """Load on every rank and say what was bound there; the caller unloads what it refuses."""
+    async def load(self, adapter: EngineAdapter, *, in_place: bool = False) -> list[BoundReport]:
+        """Load on every rank and say what was bound there; the caller unloads what it refuses.
+
+        Args:
+            in_place: the id is loaded, and its slot takes other bytes; nothing may be generated.
+        """
 
     async def unload(self, adapter_id: int) -> None:
         """Free the slot on every rank; without effect when it is not loaded."""
@@ -122,11 +184,29 @@ class Engine(Protocol):
     async def check_weights(self, path: Path) -> list[BoundReport]:
         """Find a parameter for every tensor of a staged model, on every rank; nothing changes."""
 
-    async def load_weights(self, path: Path | None) -> list[BoundReport]:
-        """Put a staged model in the place of the engine's own weights; None: what it started on.
+    async def load_weights(self, path: Path) -> list[BoundReport]:
+        """Put the model in directory `path` in the place of the engine's own weights.
 
         Nothing may be generated meanwhile. After an error the weights are of no use.
         """
+
+    async def check_merge(self, path: Path, *, base: Path) -> list[BoundReport]:
+        """Find a weight for every factor of a staged adapter, on every rank; nothing changes.
+
+        Args:
+            base: directory of the base model's own weights.
+        """
+
+    async def merge(self, path: Path | None, *, base: Path) -> list[BoundReport]:
+        """Sum the adapter of directory `path` into the base's weights; None: the base's alone.
+
+        Each weight is summed in fp32 from `base` and rounded once, whatever was merged before;
+        those that neither this adapter nor the one before touches stay as they are. Nothing may be
+        generated meanwhile. After an error the weights are of no use.
+        """
+
+    async def mark_weights(self, mark: int) -> None:
+        """Tokens made from here on carry `mark`; call it while generation is paused. At first 0."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
         """Stream tokens; closing the generator ends the request in the engine.
@@ -157,5 +237,22 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on; without effect when nothing is paused."""
 
+    async def sleep(self) -> None:
+        """Free the accelerator's memory; nothing may run.
+
+        Raises:
+            Incompatible: it was not started for that.
+        """
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+
     async def check_health(self) -> None:
         """Raises `EngineDead` once the engine cannot answer any more."""
+
+    async def restart(self) -> None:
+        """Start a dead engine anew, without adapters and with the weights it first had, mark 0.
+
+        Raises:
+            EngineDead: it did not start.
+        """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -29,7 +29,12 @@ def engine_config(config: RolloutConfig) -> VllmConfig:
 def _defaults() -> dict[str, Any]:
     """What this service would rather have than vLLM's own default."""
     # Rounding logits to bfloat16 is most of what trainer and rollout disagree about.
-    defaults: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}}
+    defaults: dict[str, Any] = {
+        "hf_overrides": {"head_dtype": "float32"},
+        # With "auto" a schema that xgrammar refuses is checked by another, and then compiled by
+        # whichever of them the engine happened to need first.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
+    }
     if current_platform.is_cpu():
         # The smallest block of the CPU's attention: a group's prompts share more of their prefix.
         defaults["block_size"] = 32
@@ -40,7 +45,7 @@ def _owned(config: RolloutConfig) -> dict[str, Any]:
     """Arguments that this service decides; giving them in `engine` is an error."""
     return {
         "model": str(config.model),
-        "enable_lora": True,
+        "enable_lora": config.max_loras > 0,
         "max_loras": config.max_loras,
         # More than there are slots would let vLLM swap adapters in the middle of requests.
         "max_cpu_loras": config.max_loras,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from common.errors import InvalidField
-from rollout_svc.engine import Engine
+from rollout_svc.pauses import EnginePause
 
 _LONGEST_LEASE_SECONDS = 600.0
 
 
 class GenerationHold:
-    """Pauses the engine under a lease, so that a caller that dies cannot leave it paused."""
+    """Holds the engine's pause under a lease, so that a caller that dies cannot leave it paused."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, pause: EnginePause) -> None:
+        self._pause = pause
         self._changing = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
 
@@ -25,15 +25,15 @@ class GenerationHold:
                 f"lease_seconds: {lease_seconds}; give above 0 and at most {_LONGEST_LEASE_SECONDS}"
             )
         async with self._changing:
-            self._drop_lease()
+            if not self._drop_lease():
+                await self._pause.hold()
             self._lease = asyncio.create_task(self._expire(lease_seconds))
-            await self._engine.pause()
 
     async def resume(self) -> None:
         """Go on at once; without effect when nothing is held."""
         async with self._changing:
             if self._drop_lease():
-                await self._engine.resume()
+                await self._pause.release()
 
     def close(self) -> None:
         """Forget the lease; the engine is about to end."""
@@ -49,4 +49,4 @@ class GenerationHold:
         await asyncio.sleep(lease_seconds)
         async with self._changing:
             self._lease = None
-            await self._engine.resume()
+            await self._pause.release()

@@ -8,7 +8,8 @@ target. So each name is looked up among the live ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.(\w+)")
 _EXPERT_PARTS = {
@@ -16,6 +17,13 @@ _EXPERT_PARTS = {
     **dict.fromkeys(("down_proj", "w2"), "w2"),
 }
 _WRAPPERS = ("", "base_layer.")
+
+
+def live_names(model: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """For each Hugging Face name the parameter of a live vLLM model that takes the tensor."""
+    live = {name for name, _ in model.named_parameters()}
+    packed = getattr(model, "packed_modules_mapping", {})
+    return {name: live_name(name, live, packed) for name in names}
 
 
 def live_name(name: str, live: Collection[str], packed: Mapping[str, Sequence[str]]) -> str | None:

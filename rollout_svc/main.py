@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import importlib
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from common.model_dir import BaseModel, base_model
-from common.tasks import stop_requested
+from common.tasks import cancel, first_of, stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.replica import Replica
 from rollout_svc.staging import staging_folder
 from rollout_svc.vllm_environment import set_engine_defaults
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+if TYPE_CHECKING:
+    from rollout_svc.vllm_engine import VllmEngine
 
 
 def main(config: RolloutConfig) -> int:
-    """Serve until SIGTERM or SIGINT; 0 then. Raises what `serve` does.
-
-    While the engine starts, either ends the process by `SystemExit(0)`.
-    """
+    """Serve until SIGTERM or SIGINT; 0 then. Raises what `serve` does."""
     uvloop.run(serve(config))
     return 0
 
@@ -35,7 +31,7 @@ async def serve(config: RolloutConfig) -> None:
 
     Raises:
         ConfigError: the model, the address or an engine argument cannot be used.
-        EngineDead: the engine's process ended.
+        EngineDead: the engine did not start, or ended and was restarted in vain.
     """
     stop = stop_requested()
     config.security.check()
@@ -46,11 +42,9 @@ async def serve(config: RolloutConfig) -> None:
     replica_id = uuid.uuid4().hex
     with staging_folder(config.staging_dir, replica_id) as staging:
         set_engine_defaults()
-        # Before the server, because gRPC must not be running when a process is started.
-        with _exit_on_signal():
-            from rollout_svc.vllm_engine import VllmEngine
-
-            engine = await VllmEngine.start(config)
+        engine = await _started(config, stop)
+        if engine is None:
+            return
         try:
             replica = Replica(config, engine, base=base, replica_id=replica_id, staging=staging)
             await replica.serve(stop)
@@ -58,19 +52,17 @@ async def serve(config: RolloutConfig) -> None:
             await asyncio.to_thread(engine.shutdown)
 
 
-@contextmanager
-def _exit_on_signal() -> Iterator[None]:
-    """SIGTERM and SIGINT raise here: vLLM holds the event loop while it starts."""
-    previous = {number: signal.signal(number, _exit) for number in _STOP_SIGNALS}
+async def _started(config: RolloutConfig, stop: asyncio.Event) -> VllmEngine | None:
+    """None: it was to stop before the engine had started."""
+    starting = asyncio.ensure_future(_start(config))
     try:
-        yield
+        return starting.result() if await first_of(stop, starting) else None
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        await cancel(starting)
 
 
-def _exit(_number: int, _frame: FrameType | None) -> None:
-    # A second signal must not cut the clean-up short.
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(0)
+async def _start(config: RolloutConfig) -> VllmEngine:
+    # Seconds of imports; in a thread, so that a signal is heard.
+    module = await asyncio.to_thread(importlib.import_module, "rollout_svc.vllm_engine")
+    engine: VllmEngine = await module.VllmEngine.start(config)
+    return engine

@@ -45,6 +45,7 @@ class Update:
     Args:
         reader: its whole manifest.
         held: versions that are here; what is not sent is copied from them.
+        merge: it is to take the place of the engine's own weights.
         keep_deltas: remember them as they came, for others to be passed on.
 
     Raises, when opened:
@@ -62,11 +63,12 @@ class Update:
         path: Path,
         limits: Limits,
         held: Sequence[Content],
+        merge: bool,
         keep_deltas: bool,
     ) -> None:
         self._last, self._wire_seconds = time.monotonic(), 0.0
         self._manifest = manifest = reader.manifest()
-        limits.check(manifest)
+        limits.check(manifest, merge=merge)
         self._keep_deltas = keep_deltas
         self._verifier = Verifier(manifest)
         self._specs = [spec for spec in manifest.tensors if not spec.alias_of]
@@ -79,6 +81,7 @@ class Update:
             manifest,
             self._buffer,
             canary=reader.canary,
+            rules=reader.rules,
             delta_base=reader.delta_base,
         )
 
@@ -262,12 +265,19 @@ async def open_update(
     path: Path,
     limits: Limits,
     held: Sequence[Content],
+    merge: bool,
     keep_deltas: bool,
 ) -> Update:
     """An `Update`, opened in a thread: reserving a gigabyte takes a third of a second."""
     opening = asyncio.ensure_future(
         asyncio.to_thread(
-            Update, reader, path=path, limits=limits, held=held, keep_deltas=keep_deltas
+            Update,
+            reader,
+            path=path,
+            limits=limits,
+            held=held,
+            merge=merge,
+            keep_deltas=keep_deltas,
         )
     )
     try:

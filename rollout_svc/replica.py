@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from itertools import starmap
 from pathlib import Path
 
 import grpc
+from prometheus_client import REGISTRY
 from refit.v1 import (
     adapter_pb2,
     rollout_pb2,
@@ -16,31 +19,37 @@ from refit.v1 import (
     version_pb2_grpc,
 )
 
-from common.adapter import Kind
 from common.errors import RefitError
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
 from common.prometheus import metrics_served
+from common.rules import Rules, Swap, merge_to_proto, swap_to_proto
 from common.stream.frames import add_adapter_service
 from common.tasks import gather_or_cancel
 from common.wire import dtype_to_proto, kind_to_proto, layout_to_proto, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engine import Engine
+from rollout_svc.engine import Engine, Merging
+from rollout_svc.generator import Generator
 from rollout_svc.hold import GenerationHold
 from rollout_svc.limits import Limits
+from rollout_svc.live_metrics import LiveMetrics
 from rollout_svc.metrics import Metrics
+from rollout_svc.openai_server import openai_served
+from rollout_svc.pauses import EnginePause
+from rollout_svc.pristine import PristineBase
+from rollout_svc.readiness import Condition, Readiness
 from rollout_svc.relay import Relay, RelayServicer
 from rollout_svc.requests import RunningRequests
 from rollout_svc.service import RolloutServicer, VersionServicer
+from rollout_svc.sleep import Sleep
 from rollout_svc.subscriber import Subscriber
+from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.updates import UpdateApplier
-from rollout_svc.warm_up import warm_up
 
 SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 VERSION_SERVICE = version_pb2.DESCRIPTOR.services_by_name["VersionService"].full_name
 ADAPTER_SERVICE = adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
-_HEALTH_CHECK_SECONDS = 1.0
 
 
 class Replica:
@@ -59,23 +68,41 @@ class Replica:
         self._replica_id, self._staging = replica_id, staging
         self._metrics = Metrics()
         self._requests = RunningRequests(abort=engine.abort, max_requests=config.max_requests)
-        self._hold = GenerationHold(engine)
+        self._pause = EnginePause(engine)
+        self._hold = GenerationHold(self._pause)
         self._registry = AdapterRegistry(
             engine=engine,
             base=base,
-            base_missing=config.starts_without_weights,
+            pristine=PristineBase(
+                None if config.starts_without_weights else config.model,
+                staging / "base" if config.base_copy == "host" else None,
+            ),
             slots=config.max_loras,
             keep_versions=config.keep_versions,
             slot_wait_seconds=config.slot_wait_seconds,
+            rules=Rules(config.swap, config.merge),
+            pause=self._pause,
         )
         self._relay = Relay(registry=self._registry, max_children=config.max_children)
+        self._readiness = Readiness(self._metrics, _needs(relays=config.max_children > 0))
+        self._subscribers: list[Subscriber] = []
+        self._sleep = Sleep(
+            engine=engine,
+            registry=self._registry,
+            pause=self._pause,
+            readiness=self._readiness,
+            enabled=bool(config.engine.get("enable_sleep_mode")),
+            grace_seconds=config.grace_seconds,
+            woken=self._resubscribe,
+        )
 
     async def serve(self, stopped: asyncio.Event) -> None:
         """Serve until `stopped`, then let running generations end within the grace.
 
         Raises:
             ConfigError: the address cannot be bound.
-            EngineDead: the engine ended; everything else is stopped by then.
+            EngineDead: the engine ended once more than it may be restarted; everything else is
+                stopped by then.
         """
         server = await start_server(
             self._register,
@@ -87,10 +114,10 @@ class Replica:
         )
         print(f"rollout listening on {server.address}", flush=True)
         try:
-            with metrics_served(
-                self._metrics.registry, host=self._config.host, port=self._config.metrics_port
-            ):
-                await self._run_tasks(server, stopped)
+            with self._metrics_served():
+                async with self._openai_served():
+                    await self._readiness.show_at(server)
+                    await self._run_tasks(server, stopped)
         except* RefitError as group:
             raise _first(group) from None
         finally:
@@ -98,21 +125,41 @@ class Replica:
             self._hold.close()
             await server.stop(0)
 
+    def _metrics_served(self) -> AbstractContextManager[int | None]:
+        own = self._metrics.registry
+        own.register(LiveMetrics(self._registry, self._requests, self._metrics))
+        # vLLM puts its own into the other one.
+        return metrics_served(own, REGISTRY, host=self._config.host, port=self._config.metrics_port)
+
+    @asynccontextmanager
+    async def _openai_served(self) -> AsyncIterator[None]:
+        endpoint = openai_served(
+            self._config,
+            self._engine,
+            registry=self._registry,
+            requests=self._requests,
+            metrics=self._metrics,
+        )
+        async with endpoint as url:
+            if url:
+                print(f"openai listening on {url}", flush=True)
+            yield
+
     async def _run_tasks(self, server: GrpcServer, stopped: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
-            subscribers = self._subscribers(server)
+            self._subscribers = self._make_subscribers(server)
             tasks = [
                 group.create_task(job)
                 for job in (
                     self._registry.run(),
-                    self._watch_engine(),
-                    self._become_ready(server),
-                    *starmap(self._follow, enumerate(subscribers)),
+                    self._supervisor().run(),
+                    self._become_ready(),
+                    *starmap(self._follow, enumerate(self._subscribers)),
                 )
             ]
             await stopped.wait()
             await server.announce_shutdown()
-            goodbyes = (subscriber.drain("SIGTERM") for subscriber in subscribers)
+            goodbyes = (subscriber.drain("SIGTERM") for subscriber in self._subscribers)
             await gather_or_cancel(goodbyes)
             self._relay.close()
             await self._requests.drain(self._config.grace_seconds)
@@ -122,11 +169,15 @@ class Replica:
     def _register(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutServicer(
-                engine=self._engine,
+                generator=Generator(
+                    engine=self._engine,
+                    registry=self._registry,
+                    requests=self._requests,
+                    metrics=self._metrics,
+                ),
                 registry=self._registry,
-                requests=self._requests,
                 hold=self._hold,
-                metrics=self._metrics,
+                sleep=self._sleep,
             ),
             server,
         )
@@ -135,22 +186,27 @@ class Replica:
         )
         add_adapter_service(RelayServicer(self._relay), server)
 
-    async def _become_ready(self, server: GrpcServer) -> None:
-        await warm_up(self._engine)
-        await server.set_serving(VERSION_SERVICE, True)
+    async def _become_ready(self) -> None:
         if self._config.trainer_addresses:
             await self._registry.first_commit.wait()
-        await server.set_serving(SERVICE, True)
-        await server.set_serving(ADAPTER_SERVICE, self._config.max_children > 0)
+        await self._readiness.gain(Condition.ADAPTER)
 
-    async def _watch_engine(self) -> None:
-        """Raises `EngineDead`. vLLM tells of it by a flag that a thread sets, so it is polled."""
-        while True:
-            await asyncio.sleep(_HEALTH_CHECK_SECONDS)
-            await self._engine.check_health()
-            self._registry.weights.check_whole()
+    def _supervisor(self) -> EngineSupervisor:
+        return EngineSupervisor(
+            engine=self._engine,
+            registry=self._registry,
+            pause=self._pause,
+            readiness=self._readiness,
+            metrics=self._metrics,
+            max_restarts=self._config.engine_restarts,
+            restarted=self._resubscribe,
+        )
 
-    def _subscribers(self, server: GrpcServer) -> list[Subscriber]:
+    def _resubscribe(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber.resubscribe()
+
+    def _make_subscribers(self, server: GrpcServer) -> list[Subscriber]:
         return [
             Subscriber(
                 address,
@@ -161,15 +217,7 @@ class Replica:
         ]
 
     async def _follow(self, number: int, subscriber: Subscriber) -> None:
-        capabilities = self._engine.capabilities
-        limits = Limits(
-            kinds=frozenset(capabilities.kinds),
-            layouts=frozenset(capabilities.layouts),
-            max_rank=capabilities.max_rank,
-            target_modules=frozenset(capabilities.target_modules),
-            dtypes=frozenset(capabilities.dtypes),
-            max_bytes=self._config.max_update_bytes,
-        )
+        limits = Limits.of(self._engine.capabilities, max_bytes=self._config.max_update_bytes)
         await subscriber.run(
             UpdateApplier(
                 source=subscriber.address,
@@ -186,8 +234,6 @@ class Replica:
         self, server: GrpcServer, trainer_address: str
     ) -> adapter_pb2.AdapterUpdateRequest:
         capabilities, weights = self._engine.capabilities, self._registry.weights
-        # Once a merged version has taken the base's place, only another one can take that.
-        kinds = (Kind.MERGED,) if weights.merged_from else capabilities.kinds
         return adapter_pb2.AdapterUpdateRequest(
             replica_id=self._replica_id,
             advertised_address=self._config.advertised_address or server.address,
@@ -199,12 +245,30 @@ class Replica:
                 max_loras=capabilities.max_loras,
                 encodings=[adapter_pb2.ENCODING_HELD, adapter_pb2.ENCODING_DELTA_ZSTD],
                 relay=self._config.max_children > 0,
-                kinds=map(kind_to_proto, kinds),
+                kinds=map(kind_to_proto, capabilities.kinds),
                 layouts=map(layout_to_proto, capabilities.layouts),
                 needs_base=weights.missing,
+                merging=_merging_to_proto(capabilities.merging),
+                merge=merge_to_proto(self._config.merge),
+                swap_rules=map(swap_to_proto, Swap),
             ),
             held=[ref_to_proto(ref) for ref in self._registry.listing(source=trainer_address)],
         )
+
+
+def _needs(*, relays: bool) -> dict[str, frozenset[Condition]]:
+    """What each service needs to be ready; one that is not named never is."""
+    needs = {SERVICE: frozenset(Condition), VERSION_SERVICE: frozenset({Condition.ENGINE})}
+    # What it passes on needs no engine.
+    return {**needs, ADAPTER_SERVICE: frozenset({Condition.ADAPTER})} if relays else needs
+
+
+def _merging_to_proto(merging: Merging | None) -> adapter_pb2.MergeCapabilities | None:
+    if merging is None:
+        return None
+    return adapter_pb2.MergeCapabilities(
+        target_modules=merging.target_modules, layouts=map(layout_to_proto, merging.layouts)
+    )
 
 
 def _first(group: BaseExceptionGroup[RefitError]) -> RefitError:

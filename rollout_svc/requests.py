@@ -36,6 +36,11 @@ class RunningRequests:
     def __post_init__(self) -> None:
         self._empty.set()
 
+    @property
+    def waiting(self) -> int:
+        """How many the engine has not got yet."""
+        return len(self._waits)
+
     @contextmanager
     def running(self, request_id: str) -> Iterator[None]:
         """Hold the id inside the block.

@@ -87,6 +87,7 @@ class Subscriber:
     _lost_parents: dict[str, float] = field(default_factory=dict)
     """When each was lost, by the monotonic clock."""
 
+    _asked_again: asyncio.Event = field(default_factory=asyncio.Event)
     _draining: str = ""
     """Why this replica drains; told again on every new stream, whose trainer would not know."""
 
@@ -101,6 +102,10 @@ class Subscriber:
                     await asyncio.sleep(delay_seconds)
             finally:
                 applier.close()
+
+    def resubscribe(self) -> None:
+        """Subscribe anew: what was refused while nothing could be loaded comes again."""
+        self._asked_again.set()
 
     async def report(self, request: adapter_pb2.ReportAdapterRequest) -> None:
         """Tell the trainer what became of an update."""
@@ -128,7 +133,7 @@ class Subscriber:
         """One subscription; returns the seconds to wait before the next."""
         try:
             await self._session(applier)
-            log.info("trainer %s ended the subscription", self.address)
+            log.info("the subscription at trainer %s ended", self.address)
         except grpc.aio.AioRpcError as error:
             if error.code() in _REFUSALS:
                 self._log_refusal(error)
@@ -142,14 +147,20 @@ class Subscriber:
 
     async def _session(self, applier: UpdateApplier) -> None:
         """Until the trainer ends its stream, or anything fails; the first error is raised."""
+        self._asked_again.clear()
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(self._end_when_asked())
                 await self._read(group, applier)
                 raise _Ended
         except BaseExceptionGroup as errors:
             error = _first(errors)
             if not isinstance(error, _Ended):
                 raise error from None
+
+    async def _end_when_asked(self) -> None:
+        await self._asked_again.wait()
+        raise _Ended
 
     async def _read(self, group: asyncio.TaskGroup, applier: UpdateApplier) -> None:
         """Apply the trainer's events; the tasks for lease and parent are the group's."""
@@ -240,7 +251,7 @@ def _is_sound(seconds: float) -> bool:
 
 
 class _Ended(Exception):
-    """The trainer ended the stream in order."""
+    """The trainer ended the stream in order, or this replica wants a new one."""
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

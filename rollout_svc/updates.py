@@ -24,6 +24,8 @@ from common.errors import (
 from common.stream.frames import AnyChunk, Chunk, Message
 from common.wire import ManifestReader, ref_from_proto, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.binding import Unbound
+from rollout_svc.engine import Mismatch
 from rollout_svc.limits import Limits
 from rollout_svc.metrics import Metrics
 from rollout_svc.receiver import Staged, Update, open_update
@@ -39,6 +41,7 @@ _KEEP_HALF_SECONDS = 600.0
 _MAX_TABLE_BYTES = 64 << 20
 """A table of the longest kind takes less; it is held in memory before it can be checked whole."""
 
+_TOLD_MISMATCHES = 100
 _ENVELOPE_BYTES = 32
 """What a chunk's other fields and its framing take, near enough."""
 
@@ -125,9 +128,11 @@ class UpdateApplier:
         if self._update is not None or self._reader is not None:
             raise CorruptUpdate(f"manifest: {manifest.ref.version} came while another was open")
         self._skipping = False
-        self._wire_bytes = manifest.ByteSize()
+        self._wire_bytes = 0
+        self._came(manifest.ByteSize())
         try:
             self._reader = ManifestReader(manifest)
+            self.metrics.was_sent(self._reader.ref)
             await self._open_if_complete()
         except RefitError as error:
             await self._refuse(manifest.ref, error, _opening_stage(error))
@@ -137,7 +142,7 @@ class UpdateApplier:
             return
         if self._reader is None:
             raise CorruptUpdate("tensors: came without a manifest; the stream is out of order")
-        self._wire_bytes += tensors.ByteSize()
+        self._came(tensors.ByteSize())
         ref = ref_to_proto(self._reader.ref)
         try:
             self._check_table_size()
@@ -145,6 +150,10 @@ class UpdateApplier:
             await self._open_if_complete()
         except RefitError as error:
             await self._refuse(ref, error, _opening_stage(error))
+
+    def _came(self, wire_bytes: int) -> None:
+        self._wire_bytes += wire_bytes
+        self.metrics.wire_bytes.inc(wire_bytes)
 
     def _check_table_size(self) -> None:
         if self._wire_bytes > _MAX_TABLE_BYTES:
@@ -157,7 +166,13 @@ class UpdateApplier:
         if reader is None or not reader.complete:
             return
         self._reader = None
-        self.registry.check_fits(reader.kind, reader.base_fingerprint, source=self.source)
+        self.registry.check_fits(
+            reader.ref,
+            reader.kind,
+            reader.base_fingerprint,
+            rules=reader.rules,
+            source=self.source,
+        )
         held = self.registry.contents()
         if self._suspended is not None and self._suspended.ref == reader.ref:
             self._suspended.resume(reader, held=held)
@@ -169,6 +184,7 @@ class UpdateApplier:
             path=self.staging / str(next(self._directories)),
             limits=self.limits,
             held=held,
+            merge=self.registry.is_merged(reader.kind, reader.rules),
             keep_deltas=self.relay.max_children > 0,
         )
         self.relay.begin(self._update.content)
@@ -176,7 +192,7 @@ class UpdateApplier:
     async def _write(self, chunk: AnyChunk) -> None:
         if (update := self._opened("chunk")) is None:
             return
-        self._wire_bytes += len(chunk.data) + _ENVELOPE_BYTES
+        self._came(len(chunk.data) + _ENVELOPE_BYTES)
         try:
             await update.write(chunk)
         except (WrongDigest, StagingFailed) as error:
@@ -277,11 +293,16 @@ class UpdateApplier:
     async def _tell_refused(
         self, ref: version_pb2.AdapterRef, error: RefitError, stage: adapter_pb2.UpdateStage
     ) -> None:
-        self.metrics.updates.labels("refused").inc()
+        self.metrics.refused(error, stage)
         log.error("refused %s@%d: %s", ref.adapter, ref.version, error)
+        mismatches = error.mismatches if isinstance(error, Unbound) else ()
         await self._tell(
             adapter_pb2.ReportAdapterRequest(
-                ref=ref, outcome=adapter_pb2.OUTCOME_REFUSED, reason=str(error), stage=stage
+                ref=ref,
+                outcome=adapter_pb2.OUTCOME_REFUSED,
+                reason=str(error),
+                stage=stage,
+                mismatches=map(_mismatch_to_proto, mismatches[:_TOLD_MISMATCHES]),
             )
         )
 
@@ -289,6 +310,14 @@ class UpdateApplier:
         held = self.registry.listing(source=self.source)
         report.held.extend(map(ref_to_proto, held))
         await self.report(report)
+
+
+def _mismatch_to_proto(mismatch: Mismatch) -> adapter_pb2.TensorMismatch:
+    return adapter_pb2.TensorMismatch(
+        tensor=mismatch.tensor,
+        reason=f"MISMATCH_REASON_{mismatch.reason.name}",
+        detail=mismatch.detail,
+    )
 
 
 def _opening_stage(error: RefitError) -> adapter_pb2.UpdateStage:

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.adapter import AdapterRef, Kind
-from common.errors import Incompatible, RefitError, Unavailable
+from common.errors import Incompatible, RefitError
 from common.model_dir import BaseModel
-from common.signal import Signal
 from common.stream.content import Content
 from rollout_svc.binding import refuse_unbound
-from rollout_svc.canary import check_canary
 from rollout_svc.engine import BoundReport, Engine, EngineDead
+from rollout_svc.pristine import PristineBase
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """What each rank bound; nothing when the version was served already, or is an alias."""
+class Loaded:
+    """What the engine computes with beside adapters in slots.
 
-    reports: list[BoundReport]
-    canary_difference: float | None = None
+    Args:
+        whole: staged weights of a whole model; None: the base's.
+        summed: staged adapter that is summed into the base's.
+    """
+
+    whole: Path | None = None
+    summed: Path | None = None
+
+
+BASE = Loaded()
 
 
 @dataclass(slots=True)
 class EngineWeights:
-    """What the engine computes with beside adapters, and the door that each request passes.
-
-    Weights are replaced only while nobody uses them: swap rule `finish`.
+    """Replaces the engine's weights, while the caller sees to it that nobody uses them.
 
     Args:
         base: what adapters here belong to; the fingerprint is empty until the base was sent.
@@ -41,34 +44,32 @@ class EngineWeights:
 
     engine: Engine
     base: BaseModel
+    pristine: PristineBase
     missing: bool = False
     merged_from: str = ""
-    """The trainer whose merged versions took the base's place."""
+    """The trainer whose merged version took the base's place."""
 
-    changed: Signal = field(default_factory=Signal)
-    _merged_path: Path | None = None
-    """Staged weights of the merged version; None where the engine's own files are loaded."""
+    loaded: Loaded = BASE
+    _base_is_loaded: bool = True
+    """Whether what an adapter does not touch is the base's."""
 
-    _users: int = 0
-    _closed: bool = False
     _broken: bool = False
-
-    @property
-    def open(self) -> bool:
-        """Whether a request may pass now."""
-        return not (self._closed or self._broken)
 
     def check_whole(self) -> None:
         """Raises `EngineDead` once neither new weights nor the ones before could be loaded."""
         if self._broken:
-            raise EngineDead("the engine's weights are incomplete; restart this replica")
+            raise EngineDead("the engine's weights are incomplete")
+
+    @property
+    def broken(self) -> bool:
+        return self._broken
 
     def check_base(self) -> None:
         """Raises `Incompatible` where the base cannot answer, as its weights are not here."""
         if self.merged_from:
             raise Incompatible(
-                "adapter.rule: VERSION_RULE_BASE, but the base is no longer here: merged weights "
-                "took its place; ask for their adapter and version, or another replica"
+                "adapter.rule: VERSION_RULE_BASE, but the base is not served: merged weights took "
+                "its place; ask for their adapter and version, or another replica"
             )
         if self.missing:
             raise Incompatible(
@@ -77,107 +78,121 @@ class EngineWeights:
             )
 
     def check_fits(
-        self, kind: Kind, fingerprint: str, *, source: str, adapters: Collection[AdapterRef]
+        self, kind: Kind, fingerprint: str, *, merged: bool, others: list[AdapterRef]
     ) -> None:
         """Raises `Incompatible` where a version cannot be loaded beside what is here.
 
         Args:
             fingerprint: of the base that the version belongs to.
-            adapters: what is served from LoRA slots.
+            merged: it takes the place of the engine's own weights.
+            others: what is served here and is no older version of it.
         """
         if self.base.fingerprint not in ("", fingerprint):
             raise Incompatible(
                 f"manifest.base_fingerprint: {fingerprint[:12]}, this replica serves "
                 f"{self.base.fingerprint[:12]}; start both on the same base model"
             )
-        if problem := self._misfit(kind, source, adapters):
+        if problem := self._misfit(kind, merged, ", ".join(map(str, others))):
             raise Incompatible(f"manifest.kind: {kind.name}, but {problem}")
 
-    def _misfit(self, kind: Kind, source: str, adapters: Collection[AdapterRef]) -> str:
+    def _misfit(self, kind: Kind, merged: bool, others: str) -> str:
         if kind is Kind.BASE:
             return "" if self.missing else "this replica has its base's weights; send none"
-        if kind is Kind.LORA and self.merged_from:
-            return (
-                f"merged weights from {self.merged_from} took the base's place, and an adapter on "
-                "top of them would count twice; restart this replica"
-            )
         if kind is Kind.LORA and self.missing:
             return "this replica started without weights; send ADAPTER_KIND_BASE first"
-        if kind is Kind.MERGED and adapters:
+        if merged and others:
+            return f"{others} is served, and merged weights would replace it; use another replica"
+        if self.merged_from and others:
+            return f"{others} is served as merged weights, alone; use another replica"
+        if kind is Kind.LORA and self.merged_from and self.pristine.missing:
             return (
-                f"{', '.join(map(str, adapters))} is served on the base that merged weights would "
-                "replace; use another replica for them"
+                f"merged weights from {self.merged_from} took the base's place, which is not here; "
+                "send ADAPTER_KIND_BASE to a new replica"
             )
-        if kind is Kind.MERGED and self.merged_from not in ("", source):
-            return f"this replica serves merged weights from {self.merged_from} and can hold one"
         return ""
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """The weights stay what they are inside the block."""
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            self.changed.notify()
-
-    @asynccontextmanager
-    async def unused(self, *, wait_seconds: float) -> AsyncIterator[None]:
-        """Nobody uses the weights inside the block; new requests wait until it ends.
-
-        Raises:
-            Unavailable: those that run have not ended in time.
-        """
-        self._closed = True
-        try:
-            if not await self.changed.wait_until(
-                lambda: not self._users, timeout_seconds=wait_seconds
-            ):
-                raise Unavailable(
-                    f"slot_wait_seconds: {self._users} requests still ran on the old weights after "
-                    f"{wait_seconds:g} s; raise it or shorten the generations"
-                )
-            yield
-        finally:
-            self._closed = False
-            self.changed.notify()
-
-    async def load(self, content: Content, path: Path, *, source: str) -> Committed:
-        """Load the staged weights of `path`; on an error those from before are loaded again.
-
-        Call it inside `unused`, and see it through.
+    async def check(self, content: Content, path: Path) -> list[BoundReport]:
+        """Find a place for every tensor of what is to be merged or loaded whole.
 
         Raises:
             Incompatible: a tensor found no parameter, or a parameter no tensor.
-            CanaryRefused: the log-probabilities are not the trainer's.
+        """
+        if content.manifest.kind is Kind.LORA:
+            base = await self.pristine.directory()
+            reports = await self.engine.check_merge(path, base=base)
+        else:
+            reports = await self.engine.check_weights(path)
+        refuse_unbound(content.ref, reports)
+        return reports
+
+    async def put(self, wanted: Loaded, ref: AdapterRef) -> list[BoundReport]:
+        """Load what is wanted; on an error what was there before is loaded again.
+
+        Nothing may be generated meanwhile; see it through.
+
+        Raises:
+            Incompatible: a rank refused it.
             Unavailable: the engine did not answer.
         """
-        ref = content.ref
-        bound = await self.engine.check_weights(path)
-        refuse_unbound(ref, bound)
+        before = self.loaded
         try:
-            refuse_unbound(ref, await self.engine.load_weights(path))
-            difference = None
-            if content.canary:
-                difference = await check_canary(self.engine, None, content.canary, ref=ref)
+            reports = await self._load(wanted)
+            refuse_unbound(ref, reports)
         except BaseException:
-            await self._restore()
+            await self.put_back(before)
             raise
-        self.missing = False
-        self.base = replace(self.base, fingerprint=content.manifest.base_fingerprint)
-        if content.manifest.kind is Kind.MERGED:
-            self.merged_from, self._merged_path = source, path
-        return Committed(bound, difference)
+        self.loaded = wanted
+        return reports
 
-    async def _restore(self) -> None:
+    async def put_back(self, before: Loaded) -> None:
+        """Load what was there before something that is not to stay."""
         if self.missing:
-            return  # what was there before were random weights, which nobody was given
+            return  # random weights, which nobody was given
         try:
-            reports = await self.engine.load_weights(self._merged_path)
+            reports = await self._load(before)
             errors = [report.error for report in reports if report.error]
         except RefitError as error:
             errors = [str(error)]
+        self.loaded = before
         if errors:
             self._broken = True
             log.error("the weights from before could not be loaded again: %s", errors[0])
+
+    async def _load(self, wanted: Loaded) -> list[BoundReport]:
+        if wanted.whole:
+            self._base_is_loaded = False
+            return await self.engine.load_weights(wanted.whole)
+        base = await self.pristine.directory()
+        if not self._base_is_loaded:
+            reports = await self.engine.load_weights(base)
+            if wanted == BASE or any(report.error for report in reports):
+                self._base_is_loaded = not any(report.error for report in reports)
+                return reports
+            self._base_is_loaded = True
+        return await self.engine.merge(wanted.summed, base=base)
+
+    def settle(self, content: Content, *, source: str) -> None:
+        """What was put there stays: the base, or a merged version of `source`."""
+        self.missing = False
+        self.base = replace(self.base, fingerprint=content.manifest.base_fingerprint)
+        if content.manifest.kind is Kind.BASE and self.loaded.whole:
+            self.pristine.take(self.loaded.whole)
+            self.loaded, self._base_is_loaded = BASE, True
+        self.merged_from = "" if self.loaded == BASE else source
+
+    async def reload(self, ref: AdapterRef | None) -> None:
+        """Load anew what was there, into an engine that has just started.
+
+        Raises:
+            Incompatible, Unavailable: it could not be.
+        """
+        wanted, self._broken = self.loaded, False
+        if self.missing:
+            return
+        self._base_is_loaded = self.pristine.model is not None
+        if wanted == BASE and self._base_is_loaded:
+            return
+        reports = await self._load(wanted)
+        if errors := [report.error for report in reports if report.error]:
+            self._broken = True
+            raise EngineDead(f"the weights of {ref or 'the base'} could not be loaded: {errors[0]}")

@@ -1,57 +1,70 @@
-"""Inside a vLLM worker: a staged model in the place of the one that is loaded."""
+"""Inside a vLLM worker: other weights in the place of those that are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
+from torch.nn import Module
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
+    initialize_layerwise_reload,
 )
 
-from common.peft_dir import MODEL_FILE
-from rollout_svc.live_names import live_name
+from rollout_svc.cpu_experts import repacked
+from rollout_svc.live_names import live_names
+from rollout_svc.weight_files import WeightFiles
 
 
 def find_places(model: Any, path: Path) -> tuple[set[str], list[str], list[str]]:
-    """Parameters that the staged tensors fill, tensors that fill none, parameters left empty."""
-    live = {name for name, _ in model.named_parameters()}
-    packed = getattr(model, "packed_modules_mapping", {})
-    with safe_open(path / MODEL_FILE, framework="pt") as file:
-        places = {name: live_name(name, live, packed) for name in file.keys()}  # noqa: SIM118
+    """Parameters that the model's tensors fill, tensors that fill none, parameters left empty."""
+    places = live_names(model, WeightFiles.of_model(path))
     filled = {place for place in places.values() if place}
     unbound = [name for name, place in places.items() if place is None]
-    return filled, unbound, sorted(live - filled)
+    return filled, unbound, sorted({name for name, _ in model.named_parameters()} - filled)
 
 
-def load(runner: Any, path: Path | None) -> None:
+def load(runner: Any, path: Path) -> None:
     """By vLLM's own reload, which packs, splits over ranks and repacks as at the start.
 
     It takes Hugging Face's names, those of wrapped linears too.
     """
-    try:
-        runner.reload_weights(weights_iterator=_tensors(path) if path else None)
-    except Exception:
-        _close(runner)
-        raise
-
-
-def _close(runner: Any) -> None:
-    """End a reload that failed, which vLLM leaves open: layers that it has not come to get back
-    what they had, and the next reload begins anew."""
     model = runner.get_model()
-    for info in map(get_layerwise_info, model.modules()):
+    with repacked(model.modules()):
+        try:
+            runner.reload_weights(weights_iterator=WeightFiles.of_model(path).items())
+        except Exception:
+            _discard(model.modules())
+            finalize_layerwise_reload(model, runner.model_config)  # type: ignore[no-untyped-call]
+            raise
+
+
+def load_into(
+    runner: Any, modules: Sequence[Module], weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """The same for some modules; `weights` are all of theirs, and of no others."""
+    with repacked(modules):
+        for module in modules:
+            initialize_layerwise_reload(module)
+        try:
+            runner.get_model().load_weights(weights)
+        except Exception:
+            _discard(modules)
+            raise
+        finally:
+            for module in modules:
+                finalize_layerwise_reload(module, runner.model_config)  # type: ignore[no-untyped-call]
+
+
+def _discard(modules: Iterable[Module]) -> None:
+    """Of a reload that failed, which vLLM leaves open: what it has not put into a module yet.
+
+    Once it is finalized, those modules have what they had, and the next reload begins anew.
+    """
+    for info in map(get_layerwise_info, modules):
         if info.can_load():
             info.load_numel = 0
             info.loaded_weights.clear()
-    finalize_layerwise_reload(model, runner.model_config)  # type: ignore[no-untyped-call]
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path / MODEL_FILE, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -13,6 +13,7 @@ from refit.v1 import adapter_pb2, rollout_pb2_grpc
 
 from common.adapter import AdapterRef, Manifest
 from common.grpc_server import connect, start_server
+from common.rules import Rules
 from common.signal import Signal
 
 
@@ -40,11 +41,14 @@ class FakeFleet:
     def __init__(self) -> None:
         self.replicas: list[FakeReplica] = []
         self.max_staleness = 0
+        self.required = (Rules(), frozenset[str]())
+        """Rules and adapters that were asked for last."""
+
         self.heard: list[tuple[str, str]] = []
         self.changed = Signal()
 
-    def require(self, manifest: Manifest) -> None:
-        pass
+    def require(self, manifest: Manifest, *, rules: Rules, adapters: Iterable[str]) -> None:
+        self.required = (rules, frozenset(adapters))
 
     def answered(self, replica: FakeReplica) -> None:
         self.heard.append(("answered", replica.id))

@@ -19,6 +19,8 @@ from refit.v1 import (
 )
 
 from common.model_dir import base_model
+from common.rules import Rules
+from common.wire import ManifestReader
 
 SECONDS = 10.0
 _AGAIN_SECONDS = 0.05
@@ -29,6 +31,9 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self, trainer: str, model: Path) -> None:
         self.received: dict[bytes, bytes] = {}
+        self.rules: dict[tuple[str, int], Rules] = {}
+        """Those of the versions that came as updates."""
+
         self.requests: list[rollout_pb2.GenerateRequest] = []
         self.error: grpc.StatusCode | None = None
         self._held: dict[str, version_pb2.AdapterRef] = {}
@@ -58,7 +63,10 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             advertised_address=f"127.0.0.1:{self._port}",
             base_model=version_pb2.BaseModel(fingerprint=base_model(self._model).fingerprint),
             capabilities=adapter_pb2.ReplicaCapabilities(
-                max_rank=8, target_modules=["q_proj"], dtypes=[tensor_pb2.DTYPE_FLOAT32]
+                max_rank=8,
+                max_loras=4,
+                target_modules=["q_proj"],
+                dtypes=[tensor_pb2.DTYPE_FLOAT32],
             ),
         )
 
@@ -74,6 +82,8 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         for event in self._stub.AdapterUpdate(self._subscription(), wait_for_ready=True):
             if event.HasField("manifest"):
                 flat = b""
+                reader = ManifestReader(event.manifest)
+                self.rules[reader.ref.adapter, reader.ref.version] = reader.rules
             elif event.HasField("chunk"):
                 flat += event.chunk.data
             elif event.HasField("commit"):

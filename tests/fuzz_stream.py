@@ -37,8 +37,8 @@ from common.peft_dir import WEIGHTS_FILE
 from common.stream.content import Content
 from common.tasks import cancel
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport
-from rollout_svc.limits import Limits
+from rollout_svc.engine import BoundReport, Mismatch, MismatchReason
+from rollout_svc.limits import Limits, Takes
 from rollout_svc.metrics import Metrics
 from rollout_svc.relay import Relay
 from rollout_svc.updates import UpdateApplier
@@ -46,7 +46,7 @@ from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
 from tests.fuzz_mutations import Stream, mutate
 from tests.fuzz_trainer import FuzzTrainer
-from tests.live import BASE
+from tests.live import BASE, PRISTINE
 
 SLOTS, KEEP_VERSIONS = 5, 2
 CPU_SECONDS_A_STREAM = 1.0
@@ -56,7 +56,7 @@ SECONDS_A_STREAM = 30.0
 MOST_GROWTH_BYTES = 100 << 20
 LARGEST_ALLOCATION_BYTES = 256 << 20
 _WARM_UP_STREAMS = 1000
-_REFUSED = [BoundReport(stage=0, bound_modules=0, unbound=("a",), error="")]
+_REFUSED = [BoundReport(0, 0, (Mismatch("a", MismatchReason.NO_MODULE),), "")]
 
 
 @dataclass(slots=True)
@@ -97,12 +97,13 @@ class Replica:
         found = {path for path in self.staging.iterdir()}
         assert len(found - paths) == (half is not None), f"left behind: {found - paths}"
         assert paths <= found
-        assert len(self.engine.loaded) == len(paths) < SLOTS
+        assert {adapter.path for adapter in self.engine.loaded.values()} <= paths
+        assert len(self.engine.loaded) <= SLOTS
 
     async def _settled(self) -> None:
         registry = self.registry
         assert await registry._changed.wait_until(
-            lambda: not (registry._unloading or any(live.retired for live in registry._live)),
+            lambda: not any(live.retired for live in registry._live),
             timeout_seconds=SECONDS_A_STREAM,
         )
 
@@ -139,17 +140,20 @@ async def open_replica(staging: Path) -> AsyncIterator[Replica]:
     registry = AdapterRegistry(
         engine=engine,
         base=BASE,
+        pristine=PRISTINE,
         slots=SLOTS,
         keep_versions=KEEP_VERSIONS,
         slot_wait_seconds=0.5,
     )
     limits = Limits(
         kinds=frozenset(Kind),
-        layouts=frozenset(ExpertLayout.PER_EXPERT.factors),
-        max_rank=8,
-        target_modules=frozenset(LORA.target_modules),
         dtypes=frozenset(Dtype),
         max_bytes=1 << 16,
+        slots=Takes(
+            target_modules=frozenset(LORA.target_modules),
+            layouts=frozenset(ExpertLayout.PER_EXPERT.factors),
+            max_rank=8,
+        ),
     )
     applier = UpdateApplier(
         source="trainer",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from refit.v1 import rollout_pb2, rollout_pb2_grpc
@@ -17,13 +19,18 @@ def request(
     max_tokens: int = 3,
     request_id: str = "",
     n: int = 1,
+    prefix: tuple[int, ...] = (),
+    final_only: bool = False,
+    **sampling: Any,
 ) -> rollout_pb2.GenerateRequest:
     return rollout_pb2.GenerateRequest(
         request_id=request_id,
         token_ids=rollout_pb2.TokenIds(ids=ids),
-        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
+        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens, **sampling),
         adapter=adapter,
         n=n,
+        prefix_token_ids=prefix,
+        final_only=final_only,
     )
 
 
@@ -33,9 +40,21 @@ async def answered(
     return [message async for message in stub.Generate(asked, timeout=5)]
 
 
+def sampled(answer: list[rollout_pb2.GenerateResponse], index: int = 0) -> list[int]:
+    """The tokens of one completion."""
+    return [token for part in answer if part.index == index for token in part.token_ids]
+
+
+async def failed(
+    stub: rollout_pb2_grpc.RolloutServiceStub, asked: rollout_pb2.GenerateRequest
+) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.Generate(asked, timeout=5)))
+    return caught.value
+
+
 async def refused(
     stub: rollout_pb2_grpc.RolloutServiceStub, asked: rollout_pb2.GenerateRequest
 ) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(aiter(stub.Generate(asked, timeout=5)))
-    return caught.value.code(), caught.value.details() or ""
+    error = await failed(stub, asked)
+    return error.code(), error.details() or ""

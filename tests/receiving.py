@@ -34,7 +34,12 @@ class Opener:
 
     def __call__(self, events: list[Event], *, held: Sequence[Content] = ()) -> Update:
         return Update(
-            reader_of(events), path=self.path, limits=self._limits, held=held, keep_deltas=True
+            reader_of(events),
+            path=self.path,
+            limits=self._limits,
+            held=held,
+            merge=False,
+            keep_deltas=True,
         )
 
 

@@ -17,6 +17,7 @@ from common.errors import AdapterNotFound
 from common.grpc_server import Context, GrpcServer
 from common.model_dir import BaseModel
 from common.peft_dir import PeftAdapter
+from common.rules import Rules
 from common.wire import ref_to_proto
 from tests.adapters import make_adapter
 from tests.eventually import eventually
@@ -126,6 +127,8 @@ class FakePublisher:
     sides: list[tuple[str, int]] = field(default_factory=list)
     """Other adapters than the policy, and their versions."""
 
+    rules: list[Rules] = field(default_factory=list)
+
     def publish(
         self,
         adapter: str,
@@ -134,7 +137,9 @@ class FakePublisher:
         *,
         version: int,
         canary: Canary | None = None,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
     ) -> AdapterRef:
+        self.rules.append(rules)
         ref = AdapterRef(self.run_id, adapter, version, manifest.digest())
         if adapter != "default":
             self.sides.append((adapter, version))
@@ -181,6 +186,9 @@ class Bench:
     lessons: Sequence[Sample] = ()
     steps: int = 0
     servicers: list[Servicer] = field(default_factory=list)
+    make_servicer: Callable[[], Servicer] = Servicer
+    top: dict[str, Any] = field(default_factory=dict)
+    """Keys of the configuration outside `rl`."""
 
     async def ahead(self, step: int, *, earlier: int = 0) -> None:
         """Before a step trains: wait until all there is to generate meanwhile was."""
@@ -191,7 +199,7 @@ class Bench:
         self.steps = rl["steps"]
         if rl.get("async_steps") and self.ranks.before_step is _at_once:
             self.ranks.before_step = self.ahead
-        self.servicers = [Servicer() for _ in range(self.replicas)]
+        self.servicers = [self.make_servicer() for _ in range(self.replicas)]
         async with fake_fleet(*self.servicers) as fleet:
             for servicer, replica in zip(self.servicers, fleet.replicas, strict=True):
                 servicer.replica = replica
@@ -211,7 +219,8 @@ class Bench:
 
     def _config(self, rl: dict[str, Any]) -> TrainerConfig:
         values = {"data": "d", "reward": "r", "prompts_per_step": 2, "group_size": 2, **rl}
-        return TrainerConfig.model_validate({"model": "m", "run_dir": self.path, "rl": values})
+        given = {"model": "m", "run_dir": self.path, "rl": values, **self.top}
+        return TrainerConfig.model_validate(given)
 
     def _parts(self, stack: contextlib.ExitStack, sides: Sequence[str]) -> Parts:
         run_dir = stack.enter_context(

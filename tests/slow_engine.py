@@ -30,15 +30,15 @@ class SlowEngine(FakeEngine):
         self._base_fingerprint = base_fingerprint
         self._load_seconds, self._token_seconds = load_seconds, token_seconds
 
-    async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
+    async def load(self, adapter: EngineAdapter, *, in_place: bool = False) -> list[BoundReport]:
         """Raises `Incompatible` where the directory is not what the name's digest says."""
         print(f"loading {adapter.name}", flush=True)
         await asyncio.sleep(self._load_seconds)
         found = read_peft_dir(adapter.path, base_fingerprint=self._base_fingerprint)
         digest = found.manifest.digest().hex()
-        if not digest.startswith(adapter.name.rpartition("-")[2]):
+        if not digest.startswith(adapter.name.split("-")[-2]):
             raise Incompatible(f"adapter {adapter.name}: {digest} lies in its directory")
-        return await super().load(adapter)
+        return await super().load(adapter, in_place=in_place)
 
     async def pause(self) -> None:
         await super().pause()

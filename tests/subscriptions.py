@@ -37,6 +37,7 @@ def subscription_request(
         base_model=version_pb2.BaseModel(name="m", fingerprint="base"),
         capabilities=adapter_pb2.ReplicaCapabilities(
             max_rank=8,
+            max_loras=4,
             target_modules=["q_proj", "k_proj"],
             dtypes=[tensor_pb2.DTYPE_FLOAT32],
             encodings=[adapter_pb2.ENCODING_HELD, adapter_pb2.ENCODING_DELTA_ZSTD],

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
+from prometheus_client import REGISTRY
+
 from common.grpc_server import GrpcServer, connect, start_server
 from common.model_dir import BaseModel
 from common.prometheus import metrics_served
@@ -15,6 +17,7 @@ from trainer_svc.config import ServerSettings
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import Fleet
 from trainer_svc.fleet.status import FleetCollector
+from trainer_svc.metrics import UpdateMetrics
 from trainer_svc.publisher import Publisher
 from trainer_svc.service import (
     SERVICES,
@@ -68,12 +71,16 @@ async def serve_node(
         open_channel=partial(connect, security=settings.security),
     )
     registry = control.gauges.registry
-    registry.register(FleetCollector(fleet))
-    with metrics_served(registry, host=settings.host, port=settings.metrics_port) as metrics_port:
+    registry.register(FleetCollector(fleet, publisher))
+    metrics = UpdateMetrics(registry)
+    # The second registry tells of the process.
+    with metrics_served(
+        *(registry, REGISTRY), host=settings.host, port=settings.metrics_port
+    ) as metrics_port:
         server = await start_server(
             lambda grpc_server: register(
                 grpc_server,
-                adapters=AdapterServicer(publisher, fleet),
+                adapters=AdapterServicer(publisher, fleet, metrics),
                 trainer=TrainerServicer(control, fleet),
                 version=VersionServicer(base, publisher, engine=engine),
             ),

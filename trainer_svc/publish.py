@@ -16,8 +16,9 @@ from watchfiles import awatch
 from common.errors import ConfigError, RefitError
 from common.model_dir import base_model
 from common.peft_dir import CONFIG_FILE, WEIGHTS_FILE
+from common.rules import Merge, Rules
 from common.tasks import cancel, first_of, stop_requested
-from trainer_svc.config import ServerSettings
+from trainer_svc.config import PublishConfig, ServerSettings
 from trainer_svc.control import RunControl
 from trainer_svc.node import Node, serve_node
 from trainer_svc.sources import AdapterSource, PeftDirSource
@@ -25,20 +26,20 @@ from trainer_svc.sources import AdapterSource, PeftDirSource
 log = logging.getLogger(__name__)
 
 
-def main(peft_dir: Path, *, model: Path, adapter: str, server: ServerSettings, watch: bool) -> None:
+def main(peft_dir: Path, *, model: Path, adapter: str, config: PublishConfig, watch: bool) -> None:
     """Serve until told to stop. Raises `RefitError` for whatever the user can mend."""
-    uvloop.run(_serve(peft_dir, model=model, adapter=adapter, server=server, watch=watch))
+    uvloop.run(_serve(peft_dir, model=model, adapter=adapter, config=config, watch=watch))
 
 
 async def _serve(
-    peft_dir: Path, *, model: Path, adapter: str, server: ServerSettings, watch: bool
+    peft_dir: Path, *, model: Path, adapter: str, config: PublishConfig, watch: bool
 ) -> None:
     stop = stop_requested()
-    server.security.check()  # so that a mistake shows before the model is read
+    config.server.security.check()  # so that a mistake shows before the model is read
     if not peft_dir.is_dir():
         raise ConfigError(f"PEFT_DIR: {peft_dir} is no directory; give a PEFT adapter directory")
-    async with serve_without_run(model, server) as node:
-        feed = DirectoryFeed(peft_dir, node, adapter=adapter)
+    async with serve_without_run(model, config.server) as node:
+        feed = DirectoryFeed(peft_dir, node, adapter=adapter, rules=config.rules)
         if not watch:
             await feed.publish(peft_dir)
             await stop.wait()
@@ -66,11 +67,18 @@ class DirectoryFeed:
     """Publishes PEFT directories as the versions 1, 2, … of one adapter."""
 
     def __init__(
-        self, root: Path, node: Node, *, adapter: str, rescan_seconds: float = 5.0
+        self,
+        root: Path,
+        node: Node,
+        *,
+        adapter: str,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
+        rescan_seconds: float = 5.0,
     ) -> None:
         self._root = root
         self._node = node
         self._adapter = adapter
+        self._rules = rules
         self._rescan_ms = round(rescan_seconds * 1000)
         self._seen: _Written | None = None
         self._version = 0
@@ -83,16 +91,22 @@ class DirectoryFeed:
             ConfigError: it is no adapter that can be served.
         """
         source: AdapterSource = PeftDirSource(
-            peft_dir, base_fingerprint=self._node.base.fingerprint
+            peft_dir,
+            base_fingerprint=self._node.base.fingerprint,
+            dora=self._rules.merge is not Merge.NEVER,
         )
         adapter = await source.read()
         if adapter.manifest.digest() == self._last_digest:
             return
         self._version += 1
         self._last_digest = adapter.manifest.digest()
-        self._node.fleet.require(adapter.manifest)
+        self._node.fleet.require(adapter.manifest, rules=self._rules)
         ref = self._node.publisher.publish(
-            self._adapter, adapter.manifest, adapter.buffer, version=self._version
+            self._adapter,
+            adapter.manifest,
+            adapter.buffer,
+            version=self._version,
+            rules=self._rules,
         )
         await self._node.ready()
         log.info("published %s from %s", ref, peft_dir)

@@ -11,6 +11,7 @@ from refit.v1 import adapter_pb2
 
 from common.adapter import AdapterRef, Canary, Manifest
 from common.errors import Unavailable
+from common.rules import Rules
 from common.signal import Signal
 from common.stream.content import Content
 from common.stream.encoder import DeltaEncoder
@@ -61,17 +62,18 @@ class Publisher:
         *,
         version: int,
         canary: Canary | None = None,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
     ) -> AdapterRef:
         """Make a version current; older ones above the limit are retired.
 
         `version` grows with every call for the same adapter: the caller's books, which outlive this
-        process, say which numbers are spent.
+        process, say which numbers are spent. `rules` say how replicas take this version over.
 
         Raises:
             InvalidField: the name is empty, too long or no text, or the number below 1 or too high.
             AlreadyExists: the number is taken by other bytes.
         """
-        ref = self.store.add(adapter, manifest, buffer, version=version, canary=canary)
+        ref = self.store.add(adapter, manifest, buffer, version=version, canary=canary, rules=rules)
         self._changed.notify()
         return ref
 
@@ -159,8 +161,8 @@ class Publisher:
         )
 
     def _bring(self, content: Content, subscription: Subscription) -> AsyncGenerator[Message]:
-        """An update, or an alias where the replica has the bytes under another name."""
-        if subscription.has_bytes_of(content.ref):
+        """An update, or an alias where the replica serves the bytes under another name."""
+        if self._serves_bytes_of(content, subscription):
             return _alias(content.ref)
         return update_events(content, self._receiver(subscription, content), pace=self.pace)
 
@@ -212,9 +214,15 @@ class Publisher:
         for content in sorted(newest, key=lambda found: found.ref != partial_ref):
             if not subscription.lacks(content.ref):
                 continue
-            if not subscription.parent or subscription.has_bytes_of(content.ref):
+            if not subscription.parent or self._serves_bytes_of(content, subscription):
                 return content
         return None
+
+    def _serves_bytes_of(self, content: Content, subscription: Subscription) -> bool:
+        """Whether it has them from a version that went by the same rule of merging."""
+        twins = [ref for ref in subscription.held if ref.digest == content.ref.digest]
+        found = (self.store.find(ref) for ref in twins)
+        return any((t.rules.merge if t else None) is content.rules.merge for t in found)
 
     def _stale(self, subscription: Subscription) -> frozenset[AdapterRef]:
         """What the replica holds and the run has no more."""

@@ -23,6 +23,7 @@ from common.wire import ref_to_proto
 from trainer_svc.control import RunControl
 from trainer_svc.fleet import Fleet
 from trainer_svc.fleet.status import fleet_status
+from trainer_svc.metrics import UpdateMetrics
 from trainer_svc.publisher import Publisher
 
 ADAPTER_SERVICE = "refit.v1.AdapterService"
@@ -38,9 +39,10 @@ SERVICES = (ADAPTER_SERVICE, TRAINER_SERVICE, VERSION_SERVICE)
 class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     """Distribution of adapter versions."""
 
-    def __init__(self, publisher: Publisher, fleet: Fleet) -> None:
+    def __init__(self, publisher: Publisher, fleet: Fleet, metrics: UpdateMetrics) -> None:
         self._publisher = publisher
         self._fleet = fleet
+        self._metrics = metrics
 
     async def AdapterUpdate(
         self, request: adapter_pb2.AdapterUpdateRequest, context: Context
@@ -50,11 +52,13 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
+                    self._metrics.sent(event)
 
     async def ReportAdapter(
         self, request: adapter_pb2.ReportAdapterRequest, context: Context
     ) -> adapter_pb2.ReportAdapterResponse:
         self._fleet.report(request)
+        self._metrics.reported(request)
         return adapter_pb2.ReportAdapterResponse()
 
     async def RenewLease(

@@ -22,18 +22,23 @@ class AdapterSource(Protocol):
 
 
 class PeftDirSource:
-    """A PEFT directory on disk; reading one that replicas cannot serve is a `ConfigError`."""
+    """A PEFT directory on disk; reading one that replicas cannot serve is a `ConfigError`.
 
-    def __init__(self, path: Path, *, base_fingerprint: str) -> None:
+    Args:
+        dora: replicas may sum it into their weights, so that DoRA can be served.
+    """
+
+    def __init__(self, path: Path, *, base_fingerprint: str, dora: bool = False) -> None:
         self._path = path
         self._base_fingerprint = base_fingerprint
+        self._dora = dora
 
     async def read(self) -> PeftAdapter:
         adapter = await asyncio.to_thread(
             read_peft_dir, self._path, base_fingerprint=self._base_fingerprint
         )
         if adapter.manifest.lora:
-            check_served(self._path / CONFIG_FILE, adapter.manifest.lora)
+            check_served(self._path / CONFIG_FILE, adapter.manifest.lora, dora=self._dora)
         return adapter
 
 

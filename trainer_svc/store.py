@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from common.adapter import BASE_NAME, AdapterRef, Canary, Manifest
 from common.errors import AdapterNotFound, AlreadyExists, InvalidField
+from common.rules import Rules
 from common.stream.content import Content
 
 _MAX_ADAPTER_CHARACTERS = 256
@@ -34,6 +35,7 @@ class VersionStore:
         *,
         version: int,
         canary: Canary | None = None,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
     ) -> AdapterRef:
         """Take a version; the same one again changes nothing.
 
@@ -57,7 +59,7 @@ class VersionStore:
         twin = self.with_digest(ref.digest)
         if twin is not None:
             manifest, buffer = twin.manifest, twin.buffer
-        kept.append(Content.whole(ref, manifest, buffer, canary=canary))
+        kept.append(Content.whole(ref, manifest, buffer, canary=canary, rules=rules))
         self._drop_old()
         return ref
 

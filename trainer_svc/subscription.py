@@ -46,10 +46,6 @@ class Subscription:
     def wants(self, adapter: str) -> bool:
         return not self.wanted or adapter in self.wanted
 
-    def has_bytes_of(self, ref: AdapterRef) -> bool:
-        """Whether the replica holds them, under this name or another."""
-        return any(held.digest == ref.digest for held in self.held)
-
     def lacks(self, ref: AdapterRef) -> bool:
         """Whether this version is wanted, not held, and was not sent."""
         known = ref in self.held or self.sent.get(ref.adapter) == ref

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from common.adapter import AdapterRef, Canary, Manifest
 from common.errors import Unavailable
+from common.rules import Rules
 from common.signal import Signal
 from common.wire import ManifestMessage, manifest_to_proto
 
@@ -35,6 +36,7 @@ class Content:
     manifest: Manifest
     buffer: memoryview
     canary: Canary | None = None
+    rules: Rules = Rules()  # noqa: RUF009 - frozen
     arrived_bytes: int = 0
     finished: bool = False
     failure: str = ""
@@ -56,12 +58,14 @@ class Content:
         buffer: memoryview,
         *,
         canary: Canary | None = None,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
     ) -> Content:
         return cls(
             ref,
             manifest,
             buffer.toreadonly(),
             canary=canary,
+            rules=rules,
             arrived_bytes=manifest.total_bytes,
             finished=True,
         )
@@ -69,7 +73,9 @@ class Content:
     def messages(self) -> Iterator[ManifestMessage]:
         """The manifest as it is sent; each page is made once, when somebody comes to it."""
         if self._unmade_pages is None:
-            first, others = manifest_to_proto(self.ref, self.manifest, canary=self.canary)
+            first, others = manifest_to_proto(
+                self.ref, self.manifest, canary=self.canary, rules=self.rules
+            )
             self._unmade_pages = itertools.chain([first], others)
         number = 0
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 from refit.v1 import adapter_pb2, trainer_pb2
@@ -14,7 +14,9 @@ from common.adapter import Manifest
 from common.errors import WaitExpired
 from common.grpc_server import connect
 from common.model_dir import BaseModel
+from common.rules import Rules
 from common.wire import ref_from_proto
+from trainer_svc.fleet.admission import Needed
 from trainer_svc.fleet.members import Members
 from trainer_svc.fleet.replica import Quarantine, Replica, State
 from trainer_svc.fleet.reports import take_report
@@ -57,9 +59,20 @@ class Fleet:
         newest = {ref.adapter: ref.version for ref in self._publisher.refs()}
         return replica.state(newest, max_staleness=self.max_staleness)
 
-    def require(self, manifest: Manifest) -> None:
-        """From now on, replicas that cannot load an adapter like this one are refused."""
-        self.members.needed = manifest
+    def require(
+        self,
+        manifest: Manifest,
+        *,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
+        adapters: Iterable[str] = (),
+    ) -> None:
+        """From now on, replicas that cannot serve a version like this one are refused.
+
+        Args:
+            rules: what will go with it.
+            adapters: all that the run will publish, beside those that it has published.
+        """
+        self.members.needed = Needed(manifest, rules, frozenset(adapters))
 
     def report(self, request: adapter_pb2.ReportAdapterRequest) -> None:
         """Take a replica's word on an update.

@@ -7,17 +7,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from refit.v1 import adapter_pb2
 
-from common.adapter import AdapterRef, Manifest
+from common.adapter import AdapterRef
 from common.errors import AlreadyExists, Incompatible, ReplicaNotFound, Unavailable
 from common.model_dir import BaseModel
 from common.signal import Signal
 from common.wire import ref_from_proto
-from trainer_svc.fleet.admission import check_names, check_request, needs_base_first
+from trainer_svc.fleet.admission import Needed, check_names, check_request, needs_base_first
 from trainer_svc.fleet.lines import Lines
 from trainer_svc.fleet.relays import choose_parent
 from trainer_svc.fleet.replica import Quarantine, Refusal, Replica
@@ -61,8 +61,8 @@ class Members:
         fan_out: int,
         open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        self.needed: Manifest | None = None
-        """What a replica must be able to load; before it is known, nobody can join."""
+        self.needed: Needed | None = None
+        """What a replica must be able to serve; before it is known, nobody can join."""
 
         self.changed = Signal()
         """Somebody came, left or changed."""
@@ -144,13 +144,14 @@ class Members:
             )
         return live
 
-    def _check(self, request: adapter_pb2.AdapterUpdateRequest, *, needed: Manifest) -> None:
+    def _check(self, request: adapter_pb2.AdapterUpdateRequest, *, needed: Needed) -> None:
         address = request.advertised_address
+        published = self._publisher.store.adapters()
         try:
             check_request(
                 request,
                 base=self._base,
-                needed=needed,
+                needed=replace(needed, adapters=needed.adapters.union(published)),
                 sends_base=self._publisher.base is not None,
             )
         except Incompatible as error:
@@ -164,7 +165,7 @@ class Members:
         partial = request.partial if request.HasField("partial") else None
         others = [replica for replica in self if replica.id != request.replica_id]
         assert self.needed is not None, "admitted"
-        needs_base = needs_base_first(request.capabilities, self.needed)
+        needs_base = needs_base_first(request.capabilities, self.needed.manifest)
         lost = frozenset(request.lost_parents)
         return Subscription(
             wanted=frozenset(request.adapters),

@@ -15,6 +15,8 @@ from trainer_svc.publisher import Publisher
 log = logging.getLogger(__name__)
 
 _MAX_REASON_CHARACTERS = 1024
+_SHOWN_MISMATCHES = 3
+_MAX_MISMATCH_CHARACTERS = 200
 
 
 def take_report(
@@ -28,7 +30,7 @@ def take_report(
     """
     ref = ref_from_proto(request.ref)
     if request.outcome == adapter_pb2.OUTCOME_REFUSED:
-        reason = request.reason[:_MAX_REASON_CHARACTERS]
+        reason = request.reason[:_MAX_REASON_CHARACTERS] + _homeless(request)
         _refused(replica, Refusal(ref, request.stage, reason))
     elif request.outcome == adapter_pb2.OUTCOME_COMMITTED and ref.adapter == BASE_NAME:
         _check_base(ref, publisher)
@@ -39,6 +41,22 @@ def take_report(
         _committed(replica, request, publisher)
     else:
         raise InvalidField(f"outcome: {request.outcome}; say COMMITTED or REFUSED")
+
+
+def _homeless(request: adapter_pb2.ReportAdapterRequest) -> str:
+    """The tensors without a place that the reason does not name; the first few, and how many."""
+    new = [found for found in request.mismatches if found.tensor not in request.reason]
+    if not new:
+        return ""
+    shown = ", ".join(map(_mismatch, new[:_SHOWN_MISMATCHES]))
+    more = len(new) - _SHOWN_MISMATCHES
+    return f"; no place for {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _mismatch(found: adapter_pb2.TensorMismatch) -> str:
+    names = {number: name for name, number in adapter_pb2.MismatchReason.items()}
+    words = found.detail or names.get(found.reason, "for a reason unknown here")
+    return f"{found.tensor} ({words})"[:_MAX_MISMATCH_CHARACTERS]
 
 
 def _refused(replica: Replica, refusal: Refusal) -> None:

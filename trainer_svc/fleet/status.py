@@ -12,6 +12,7 @@ from refit.v1 import trainer_pb2
 from common.wire import ref_to_proto
 from trainer_svc.fleet.fleet import Fleet
 from trainer_svc.fleet.replica import Replica
+from trainer_svc.publisher import Publisher
 
 _PREFIX = "REPLICA_STATE_"
 
@@ -48,10 +49,11 @@ def _status(fleet: Fleet, replica: Replica) -> trainer_pb2.ReplicaStatus:
 
 
 class FleetCollector(Collector):
-    """`refit_trainer_replicas{state=...}`, every state named, and prompts in flight."""
+    """`refit_trainer_replicas{state=...}`, every state named, prompts in flight, and versions."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, publisher: Publisher) -> None:
         self._fleet = fleet
+        self._publisher = publisher
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         statuses = list(fleet_status(self._fleet))
@@ -68,3 +70,20 @@ class FleetCollector(Collector):
             "Prompts sent to replicas and not answered yet.",
             value=sum(status.outstanding for status in statuses),
         )
+        yield from self._versions()
+
+    def _versions(self) -> Iterator[GaugeMetricFamily]:
+        """Of each adapter, the newest one, and how far the slowest replica is behind it."""
+        newest = _by_adapter("adapter_version", "Newest version published.")
+        behind = _by_adapter("replica_versions_behind", "Versions the slowest replica lacks.")
+        replicas = self._fleet.replicas
+        for adapter, version in {r.adapter: r.version for r in self._publisher.refs()}.items():
+            newest.add_metric([adapter], version)
+            wanting = [r for r in replicas if r.subscription.wants(adapter)]
+            gaps = [version - replica.newest(adapter) for replica in wanting]
+            behind.add_metric([adapter], max(gaps, default=0))
+        yield from (newest, behind)
+
+
+def _by_adapter(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"refit_trainer_{name}", text, labels=["adapter"])

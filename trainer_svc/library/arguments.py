@@ -63,3 +63,10 @@ def strings(name: str, values: Sequence[str]) -> list[str]:
     if isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values):
         return list(values)
     raise ConfigError(f"{name}: found {values!r}; give a list of strings")
+
+
+def one_of(name: str, value: Any, *, words: Sequence[str]) -> str:
+    """One of these words, or raises `ConfigError`."""
+    if isinstance(value, str) and value in words:
+        return value
+    raise ConfigError(f"{name}: found {value!r}; give {', '.join(words[:-1])} or {words[-1]}")

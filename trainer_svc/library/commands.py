@@ -21,7 +21,9 @@ from common.tasks import gather_or_cancel
 from trainer_svc.library.completion import Completion
 from trainer_svc.megatron.protocol import Json, manifest_from_json
 from trainer_svc.node import Node
-from trainer_svc.rl import sampler
+from trainer_svc.rl import completion
+from trainer_svc.rl.sampler import Sampler
+from trainer_svc.rules import rules_of
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +56,14 @@ class Commands:
         # The lock is taken in the order in which the requests came, and versions only grow.
         async with self._turn:
             found = await asyncio.to_thread(_read, args, self._node.base.fingerprint)
-            self._node.fleet.require(found.manifest)
+            rules = rules_of(swap=args["swap"], merge=args["merge"])
+            self._node.fleet.require(found.manifest, rules=rules, adapters=[args["adapter"]])
             ref = self._node.publisher.publish(
-                args["adapter"], found.manifest, found.buffer, version=args["version"]
+                args["adapter"],
+                found.manifest,
+                found.buffer,
+                version=args["version"],
+                rules=rules,
             )
             self._published[ref.adapter][ref.version] = ref
             await self._node.ready()
@@ -74,7 +81,7 @@ class Commands:
         return {}
 
     async def _generate(self, args: Json) -> Json:
-        group = sampler.Sampler(
+        group = Sampler(
             self._node.fleet,
             run_id=self._node.control.run_id,
             adapter=args["adapter"],
@@ -104,12 +111,12 @@ class Commands:
         return {}
 
 
-def _to_json(found: sampler.Completion) -> Json:
+def _to_json(found: completion.Completion) -> Json:
     return Completion(
         token_ids=tuple(found.token_ids),
         logprobs=tuple(found.logprobs),
         text=found.text,
-        version=found.version,
+        versions=tuple(found.versions),
         finish_reason=_FINISH_REASONS[found.finish_reason],
     ).to_json()
 

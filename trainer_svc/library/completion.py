@@ -11,18 +11,23 @@ from typing import Any
 class Completion:
     """One sampled answer.
 
-    Completion((72, 105), (-0.1, -0.9), "Hi", version=3, finish_reason="length")
+    Completion((72, 105), (-0.1, -0.9), "Hi", versions=((3, 2),), finish_reason="length")
 
     `logprobs` are natural logarithms, one a token, of the distribution that was sampled from, after
-    temperature, top-k, top-p and min-p. `version` is the oldest that made any of the tokens;
-    `finish_reason` is "stop" or "length".
+    temperature, top-k, top-p and min-p. `versions` are runs of tokens: the version that made them
+    and how many they are. `finish_reason` is "stop" or "length".
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
-    version: int
+    versions: tuple[tuple[int, int], ...]
     finish_reason: str
+
+    @property
+    def version(self) -> int:
+        """The oldest that made any of the tokens."""
+        return min(version for version, _ in self.versions)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -33,6 +38,6 @@ class Completion:
             token_ids=tuple(raw["token_ids"]),
             logprobs=tuple(raw["logprobs"]),
             text=raw["text"],
-            version=raw["version"],
+            versions=tuple((version, count) for version, count in raw["versions"]),
             finish_reason=raw["finish_reason"],
         )

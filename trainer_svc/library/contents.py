@@ -15,11 +15,13 @@ from common.adapter import Dtype, LoraConfig, TensorEntry, TensorSpec, plan
 from common.errors import ConfigError, StagingFull
 from common.peft_checks import check_served, lora_config
 from common.peft_dir import peft_config
+from common.peft_names import MAGNITUDE
 from common.peft_tensors import check_pairs, lora_factor
 
 _WIRE_NAMES = {"float32": Dtype.FLOAT32, "bfloat16": Dtype.BFLOAT16, "float16": Dtype.FLOAT16}
 _FACTOR = re.compile(
-    r"(?P<module>.+\.(?P<projection>[^.]+))\.(?P<factor>lora_[AB])(\.[^.]+)?\.weight"
+    r"(?P<module>.+\.(?P<projection>[^.]+))\."
+    r"((?P<factor>lora_[AB])(\.[^.]+)?\.weight|lora_magnitude_vector(\.[^.]+){0,2})"
 )
 
 
@@ -55,13 +57,14 @@ class Contents:
             ) from error
 
 
-def read_contents(state_dict: Mapping[str, Any], config: object) -> Contents:
+def read_contents(state_dict: Mapping[str, Any], config: object, *, dora: bool = False) -> Contents:
     """Check an adapter that is to be published.
 
     Args:
         state_dict: torch tensors or numpy arrays by PEFT name, with the adapter's name before
             ".weight" or without. Tensors that share their memory travel once.
         config: a `peft.LoraConfig`, the keys of an adapter_config.json, or Refit's `LoraConfig`.
+        dora: replicas may sum it into their weights, so that DoRA can be served.
 
     Raises:
         ConfigError: it cannot be served; the key or the tensor is named.
@@ -69,12 +72,12 @@ def read_contents(state_dict: Mapping[str, Any], config: object) -> Contents:
     tensors, projections = _by_peft_name(state_dict)
     # PEFT takes patterns and paths as targets as well; the tensors say which projections they met.
     lora = lora_config("lora_config", _peft_keys(config) | {"target_modules": sorted(projections)})
-    check_served("lora_config", lora)
+    check_served("lora_config", lora, dora=dora)
     entries = [
         lora_factor("state_dict", name, dtype=_dtype(tensor), shape=list(tensor.shape), lora=lora)
         for name, tensor in tensors.items()
     ]
-    check_pairs("state_dict", entries)
+    check_pairs("state_dict", entries, use_dora=lora.use_dora)
     return Contents(lora, plan(_aliased(entries, tensors)), tensors)
 
 
@@ -93,7 +96,8 @@ def _by_peft_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], set[st
                 f"state_dict: {key!r} is no LoRA factor; publish only keys like "
                 "'….q_proj.lora_A.weight', as peft.get_peft_model_state_dict gives them"
             )
-        name = f"{match['module']}.{match['factor']}.weight"
+        factor = match["factor"]
+        name = f"{match['module']}.{f'{factor}.weight' if factor else MAGNITUDE}"
         if name in found:
             raise ConfigError(
                 f"state_dict: {found[name]!r} and {key!r} are two adapters' {name!r}; "

@@ -10,18 +10,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from common.adapter import Manifest
 from common.config import validate_config
 from common.errors import AdapterNotFound, Unavailable, WaitExpired
 from trainer_svc.config import ServerSettings
-from trainer_svc.library.arguments import adapter_name, real, seconds, strings, token_ids, whole
+from trainer_svc.library.arguments import (
+    adapter_name,
+    one_of,
+    real,
+    seconds,
+    strings,
+    token_ids,
+    whole,
+)
 from trainer_svc.library.completion import Completion
 from trainer_svc.library.contents import Contents, read_contents
 from trainer_svc.library.published import Published
 from trainer_svc.library.server_process import ServerProcess, result_of
 from trainer_svc.megatron.protocol import Json, manifest_to_json
+from trainer_svc.rules import MergeName, SwapName
 
 _START_SECONDS = 120.0
 _ANSWER_SECONDS = 30.0
@@ -91,7 +100,13 @@ class AdapterPublisher:
         self.close()
 
     def publish(
-        self, state_dict: Mapping[str, Any], lora_config: object, *, adapter: str = "default"
+        self,
+        state_dict: Mapping[str, Any],
+        lora_config: object,
+        *,
+        adapter: str = "default",
+        swap: SwapName = "replica",
+        merge: MergeName = "replica",
     ) -> Published:
         """Hand a version over; the caller may change the tensors as soon as this returns.
 
@@ -103,6 +118,10 @@ class AdapterPublisher:
             state_dict: torch tensors, on any device, or numpy arrays: by the names that
                 `peft.get_peft_model_state_dict` gives, or those of `model.state_dict()`.
             lora_config: `peft.LoraConfig`, or a dict with the keys of adapter_config.json.
+            swap: what becomes of requests in flight on a replica that commits this version:
+                "finish", "abort", "continue", or what that replica is configured for.
+            merge: whether a replica serves it from a LoRA slot, "never", or sums it into its
+                weights, "rollout", and serves nothing else; or what it is configured for.
 
         Raises:
             ConfigError: the adapter cannot be served; the key, tensor or argument is named.
@@ -110,7 +129,11 @@ class AdapterPublisher:
             Unavailable: the server ended; the message holds the end of its log.
         """
         adapter = adapter_name(adapter)
-        contents = read_contents(state_dict, lora_config)
+        rules: Json = {
+            "swap": one_of("swap", swap, words=get_args(SwapName)),
+            "merge": one_of("merge", merge, words=get_args(MergeName)),
+        }
+        contents = read_contents(state_dict, lora_config, dora=merge != "never")
         with contextlib.ExitStack() as held:
             file = os.memfd_create("refit-adapter")
             held.callback(os.close, file)
@@ -120,7 +143,7 @@ class AdapterPublisher:
                     f"publish: {_UNHASHED} versions had no digest after {_ANSWER_SECONDS:g} s"
                 )
             held.callback(self._room.release)
-            published, sealed = self._hand_over(file, contents, adapter)
+            published, sealed = self._hand_over(file, contents, adapter, rules)
             until_sealed = held.pop_all()
         sealed.add_done_callback(lambda _: until_sealed.close())
         return published
@@ -210,6 +233,8 @@ class AdapterPublisher:
     def pinned(self, version: Published) -> Iterator[None]:
         """Keep a version on the replicas inside the block, however many newer ones come.
 
+        Those that sum adapters into their weights serve the newest alone, whatever is pinned.
+
         Raises:
             AdapterNotFound: it is not kept any more.
         """
@@ -229,7 +254,7 @@ class AdapterPublisher:
         self._server.close()
 
     def _hand_over(
-        self, file: int, contents: Contents, adapter: str
+        self, file: int, contents: Contents, adapter: str, rules: Json
     ) -> tuple[Published, Future[Json]]:
         manifest = Manifest("", contents.lora, contents.specs)
         args: Json = {
@@ -237,6 +262,7 @@ class AdapterPublisher:
             "manifest": manifest_to_json(manifest),
             # No name in a file system: the memory is freed with the last process that holds it.
             "path": f"/proc/{os.getpid()}/fd/{file}",
+            **rules,
         }
         with self._turn:
             version = self._newest[adapter] + 1

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError, InvalidField, WaitExpired
 from common.tasks import gather_or_cancel
-from trainer_svc.config import RlSettings
+from trainer_svc.rl.completion import Completion
 from trainer_svc.rl.data import Example, Reward
 from trainer_svc.rl.prompts import PromptEncoder
-from trainer_svc.rl.sampler import Completion, Sampler
+from trainer_svc.rl.sampler import Sampler
+from trainer_svc.rl.settings import RlSettings
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from refit.v1 import rollout_pb2, trainer_pb2
 
-from common.adapter import AdapterRef
+from common.adapter import AdapterRef, Manifest
 from common.errors import ConfigError, WorkerGone, WorkerLost
 from trainer_svc.config import TrainerConfig
 from trainer_svc.megatron.client import MegatronWorker
@@ -81,6 +81,7 @@ class GrpoLoop:
             sources=parts.side_sources,
             worker=parts.worker,
             node=parts.node,
+            rules=config.rules,
             deadline_seconds=self._deadline_seconds,
         )
         self._canary = self._canary_maker() if self._rl.canary_prompts else None
@@ -199,13 +200,14 @@ class GrpoLoop:
         exported = time.monotonic()
         canary = await self._canary.make() if self._canary else None
         scored = time.monotonic()
-        self._parts.node.fleet.require(adapter.manifest)
+        self._require(adapter.manifest)
         ref = self._parts.node.publisher.publish(
             self._config.adapter,
             adapter.manifest,
             adapter.buffer,
             version=self._parts.run_dir.spend_version(),
             canary=canary,
+            rules=self._config.rules,
         )
         self._version, self._published[ref.version] = ref.version, ref
         await self._parts.node.ready()
@@ -223,6 +225,14 @@ class GrpoLoop:
             "canary_seconds": scored - exported,
             "update_seconds": time.monotonic() - started,
         }
+
+    def _require(self, manifest: Manifest) -> None:
+        """What a replica must be able to serve, that joins from here on."""
+        self._parts.node.fleet.require(
+            manifest,
+            rules=self._config.rules,
+            adapters=(self._config.adapter, *self._parts.side_sources),
+        )
 
     async def _restore(self) -> None:
         """Bring the ranks to the newest checkpoint, or to step 0, and publish what they hold.

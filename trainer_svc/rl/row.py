@@ -12,13 +12,19 @@ from trainer_svc.rl.groups import StepSamples
 
 
 def describe_samples(samples: StepSamples) -> dict[str, Any]:
-    """Counts and means; `generate_seconds` is how long the samples took, training or not."""
+    """Counts and means; `generate_seconds` is how long the samples took, training or not.
+
+    `samples_mixed` have tokens of several versions; `samples_resumed` were cut off and went on.
+    """
     rewards = [reward for group in samples.groups for reward in group.rewards]
-    lengths = [len(c.token_ids) for group in samples.groups for c in group.completions]
+    completions = [c for group in samples.groups for c in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
     return {
         "samples": len(rewards),
         "samples_lost": samples.lost,
         "samples_stale": samples.stale,
+        "samples_mixed": sum(len(completion.versions) > 1 for completion in completions),
+        "samples_resumed": sum(completion.resumed > 0 for completion in completions),
         "hedged": sum(group.hedged for group in samples.groups),
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),

@@ -5,41 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 from refit.v1 import rollout_pb2
 
 from common.adapter import AdapterRef
 from common.errors import CorruptUpdate, InvalidField, Unavailable, WaitExpired
-from common.tasks import cancel
+from common.tasks import cancel, gather_or_cancel
 from common.wire import ref_to_proto
 from trainer_svc.fleet import Fleet, Replica
+from trainer_svc.rl.completion import Completion
+from trainer_svc.rl.question import AGAIN_SECONDS, Question
 
 log = logging.getLogger(__name__)
 
 _BUSY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 """Nobody's fault: the replica's queue is full, or an earlier try of this group still runs there."""
 
-_AGAIN_SECONDS = 1.0
-"""Pause before replicas that did not answer are asked again, when there are no others."""
-
-_WHOLE = (rollout_pb2.FINISH_REASON_STOP, rollout_pb2.FINISH_REASON_LENGTH)
-
-
-@dataclass(slots=True)
-class Completion:
-    """One sampled answer: token ids, and each one's log-probability when it was sampled.
-
-    `version` is the oldest that made any of its tokens.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    version: int = 0
-    finish_reason: rollout_pb2.FinishReason = rollout_pb2.FINISH_REASON_UNSPECIFIED
+_PUSHBACK = "grpc-retry-pushback-ms"
+"""Trailing metadata: when a replica that is full wants to be asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +34,6 @@ class Answer:
 
     completions: list[Completion]
     hedged: bool
-
-
-@dataclass(slots=True)
-class _Question:
-    """A group that is being sampled, whichever replicas are asked for it."""
-
-    request: rollout_pb2.GenerateRequest
-    deadline: float
-    asking: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
-    failures: dict[str, str] = field(default_factory=dict)
-    refusals: dict[str, Replica] = field(default_factory=dict)
-    hedged: bool = False
-    sent: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def version(self) -> int:
-        return self.request.adapter.version
-
-    def why(self) -> str:
-        return "".join(f"; {name}: {reason}" for name, reason in sorted(self.failures.items()))
-
-    @contextlib.contextmanager
-    def put_to(self, replica: Replica) -> Iterator[None]:
-        self.hedged |= bool(self.asking)
-        self.asking.add(replica.id)
-        self.asked.add(replica.id)
-        self.sent.set()
-        try:
-            yield
-        finally:
-            self.asking.discard(replica.id)
 
 
 class Sampler:
@@ -113,18 +67,40 @@ class Sampler:
     async def group(
         self, prompt_ids: Sequence[int], *, request_id: str, version: int, timeout_seconds: float
     ) -> Answer:
-        """A whole group, from one replica, at `version` or newer.
+        """A whole group, at `version` or newer: from one replica, unless it is cut off there.
 
-        A replica that fails is avoided for this group and nothing of its answer is kept. Every try
+        A replica that fails is avoided for a while and nothing of its answer is kept. Every try
         carries the same `request_id`, so that a replica which already did the work gives its answer
         again, and every sample counts once.
+
+        A completion that was cut off, by `swap = "abort"` or a replica that stops, keeps its
+        tokens; the rest is sampled by whichever replica is free, at `version` or newer as well.
 
         Raises:
             WaitExpired: no replica answered in time.
             InvalidField: the request itself was refused: by two replicas, or by the only one.
         """
         deadline = asyncio.get_running_loop().time() + timeout_seconds
-        question = _Question(self._request(prompt_ids, request_id, version), deadline)
+        question = Question(self._request(prompt_ids, request_id, version), deadline)
+        completions = await self._first_answer(question)
+        hedged = await gather_or_cancel(
+            self._complete(completion, question, index=index)
+            for index, completion in enumerate(completions)
+        )
+        return Answer(completions, question.hedged or any(hedged))
+
+    async def _complete(self, completion: Completion, group: Question, *, index: int) -> bool:
+        """Sample what is missing of one that was cut off; whether that was hedged."""
+        hedged = False
+        while completion.was_cut_off:
+            question = group.rest_of(completion, index=index)
+            (rest,) = await self._first_answer(question)
+            completion.resume(rest)
+            hedged |= question.hedged
+        return hedged
+
+    async def _first_answer(self, question: Question) -> list[Completion]:
+        """That of one replica, or of the quicker of two."""
         tasks = [asyncio.ensure_future(self._answer(question))]
         if self._hedge_after_seconds is not None:
             tasks.append(asyncio.ensure_future(self._hedge(question, self._hedge_after_seconds)))
@@ -132,8 +108,7 @@ class Sampler:
             # Both give up at the same deadline, and a request that two replicas refused is no good
             # anywhere: the first end decides, whatever it is.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            first = min(done, key=lambda task: task.exception() is not None)
-            return Answer(first.result(), question.hedged)
+            return min(done, key=lambda task: task.exception() is not None).result()
         finally:
             await cancel(*tasks)
 
@@ -153,24 +128,21 @@ class Sampler:
             ),
         )
 
-    async def _hedge(self, question: _Question, after_seconds: float) -> list[Completion]:
+    async def _hedge(self, question: Question, after_seconds: float) -> list[Completion]:
         await question.sent.wait()
         await asyncio.sleep(after_seconds)
         return await self._answer(question)
 
-    async def _answer(self, question: _Question) -> list[Completion]:
+    async def _answer(self, question: Question) -> list[Completion]:
         """Ask one replica after the other until one answers."""
-        failed: set[str] = set()
-        now = asyncio.get_running_loop().time
-        while (left := question.deadline - now()) > 0:
-            avoid = frozenset(failed | question.asking)
+        while (left := question.left_seconds()) > 0:
+            avoid = question.avoided()
             if not await self._fleet.wait_for_any(
                 self._adapter,
                 question.version,
                 avoid=avoid,
-                timeout_seconds=min(left, _AGAIN_SECONDS),
+                timeout_seconds=question.pause_seconds(),
             ):
-                failed.clear()
                 continue
             with (
                 self._fleet.leased(self._adapter, question.version, avoid=avoid) as replica,
@@ -181,16 +153,15 @@ class Sampler:
                 completions = await self._ask(replica, question, timeout_seconds=share)
                 if completions is not None:
                     return completions
-            failed.add(replica.id)
         raise WaitExpired(
             f"generate: no replica that serves {self._adapter}@{question.version} answered in "
             f"time; tried {sorted(question.asked) or 'none'}{question.why()}"
         )
 
     async def _ask(
-        self, replica: Replica, question: _Question, *, timeout_seconds: float
+        self, replica: Replica, question: Question, *, timeout_seconds: float
     ) -> list[Completion] | None:
-        """This replica's whole answer, or None; the fleet hears how it did."""
+        """This replica's answer, or None and it rests; the fleet hears how it did."""
         try:
             completions = await self._generate(replica, question, timeout_seconds=timeout_seconds)
         except grpc.aio.AioRpcError as error:
@@ -199,15 +170,18 @@ class Sampler:
         except Unavailable as error:
             log.warning("replica %s: %s", replica.id, error)
             question.failures[replica.id] = str(error)
+            question.rest(replica)
             self._fleet.failed(replica, str(error))
             return None
         except CorruptUpdate as error:
             log.error("replica %s: %s", replica.id, error)
             question.failures[replica.id] = str(error)
+            question.rest(replica)
             self._fleet.quarantine(replica, str(error))
             return None
-        if any(c.finish_reason == rollout_pb2.FINISH_REASON_ABORT for c in completions):
-            log.info("replica %s ended a group early; it is sampled elsewhere", replica.id)
+        if all(c.was_cut_off and not c.token_ids for c in completions):
+            log.info("replica %s was stopped before it had an answer", replica.id)
+            question.rest(replica)
             return None
         for refuser in question.refusals.values():
             self._fleet.failed(refuser, question.failures[refuser.id])
@@ -215,18 +189,19 @@ class Sampler:
         return completions
 
     async def _judge(
-        self, replica: Replica, question: _Question, error: grpc.aio.AioRpcError
+        self, replica: Replica, question: Question, error: grpc.aio.AioRpcError
     ) -> None:
         """Whose fault it was: nobody's, this replica's, or the request's, which raises."""
         reason = f"{error.code().name} {error.details()}"
         log.warning("replica %s did not answer a group: %s", replica.id, reason)
         question.failures[replica.id] = reason
+        question.rest(replica, _pause_seconds(error))
         if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
             await self._refused(replica, question, reason)
         elif error.code() not in _BUSY:
             self._fleet.failed(replica, reason)
 
-    async def _refused(self, replica: Replica, question: _Question, reason: str) -> None:
+    async def _refused(self, replica: Replica, question: Question, reason: str) -> None:
         """Raises `InvalidField` where another replica refused as well, or none is left to ask.
 
         Until another one answers, nobody knows that the fault was this replica's.
@@ -239,13 +214,13 @@ class Sampler:
             raise InvalidField(f"generate: replica {replica.id} refused the request: {reason}")
 
     async def _generate(
-        self, replica: Replica, question: _Question, *, timeout_seconds: float
+        self, replica: Replica, question: Question, *, timeout_seconds: float
     ) -> list[Completion]:
         """Raises `CorruptUpdate` for other weights than asked for, `Unavailable` for half a group.
 
-        An aborted completion counts as ended.
+        A completion that was cut off counts as ended.
         """
-        completions = [Completion() for _ in range(self._group_size)]
+        completions = [Completion() for _ in range(question.request.n)]
         call = replica.stub.Generate(question.request, timeout=timeout_seconds)
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
@@ -281,9 +256,12 @@ class Sampler:
 def _append(completions: list[Completion], part: rollout_pb2.GenerateResponse) -> None:
     if not 0 <= part.index < len(completions):
         raise Unavailable(f"answered with completion {part.index} of {len(completions)}")
-    completion = completions[part.index]
-    completion.token_ids.extend(part.token_ids)
-    completion.logprobs.extend(part.logprobs)
-    completion.text += part.text
-    completion.version = min(completion.version or part.adapter.version, part.adapter.version)
-    completion.finish_reason = part.finish_reason
+    completions[part.index].add(part)
+
+
+def _pause_seconds(error: grpc.aio.AioRpcError) -> float:
+    """What the replica asks for, or `AGAIN_SECONDS` where that is no time from now on."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _PUSHBACK and str(value).isdecimal():
+            return int(value) / 1000
+    return AGAIN_SECONDS

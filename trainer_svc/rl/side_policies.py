@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from trainer_svc.config import OldPolicySettings
+from common.rules import Rules
 from trainer_svc.megatron.client import MegatronWorker
 from trainer_svc.node import Node
+from trainer_svc.rl.settings import OldPolicySettings
 from trainer_svc.sources import AdapterSource
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,12 @@ class SidePolicies:
         sources: Mapping[str, AdapterSource],
         worker: MegatronWorker,
         node: Node,
+        rules: Rules,
         deadline_seconds: float,
     ) -> None:
         self._old = old_policy
         self._sources, self._worker = sources, worker
-        self._node = node
+        self._node, self._rules = node, rules
         self._deadline_seconds = deadline_seconds
 
     async def add(self) -> None:
@@ -57,5 +59,7 @@ class SidePolicies:
 
     async def _publish(self, name: str, *, version: int) -> None:
         adapter = await self._sources[name].read()
-        ref = self._node.publisher.publish(name, adapter.manifest, adapter.buffer, version=version)
+        ref = self._node.publisher.publish(
+            name, adapter.manifest, adapter.buffer, version=version, rules=self._rules
+        )
         log.info("published %s", ref)

@@ -15,6 +15,19 @@ class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENCODING_HELD: _ClassVar[Encoding]
     ENCODING_DELTA_ZSTD: _ClassVar[Encoding]
 
+class SwapRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SWAP_RULE_UNSPECIFIED: _ClassVar[SwapRule]
+    SWAP_RULE_FINISH: _ClassVar[SwapRule]
+    SWAP_RULE_ABORT: _ClassVar[SwapRule]
+    SWAP_RULE_CONTINUE: _ClassVar[SwapRule]
+
+class MergeRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MERGE_RULE_UNSPECIFIED: _ClassVar[MergeRule]
+    MERGE_RULE_NEVER: _ClassVar[MergeRule]
+    MERGE_RULE_ROLLOUT: _ClassVar[MergeRule]
+
 class AdapterKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ADAPTER_KIND_UNSPECIFIED: _ClassVar[AdapterKind]
@@ -28,6 +41,15 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_COMMITTED: _ClassVar[Outcome]
     OUTCOME_REFUSED: _ClassVar[Outcome]
 
+class MismatchReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISMATCH_REASON_UNSPECIFIED: _ClassVar[MismatchReason]
+    MISMATCH_REASON_NO_MODULE: _ClassVar[MismatchReason]
+    MISMATCH_REASON_NOT_ADAPTED: _ClassVar[MismatchReason]
+    MISMATCH_REASON_SHAPE: _ClassVar[MismatchReason]
+    MISMATCH_REASON_RANK: _ClassVar[MismatchReason]
+    MISMATCH_REASON_KIND: _ClassVar[MismatchReason]
+
 class UpdateStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UPDATE_STAGE_UNSPECIFIED: _ClassVar[UpdateStage]
@@ -40,6 +62,13 @@ ENCODING_UNSPECIFIED: Encoding
 ENCODING_RAW: Encoding
 ENCODING_HELD: Encoding
 ENCODING_DELTA_ZSTD: Encoding
+SWAP_RULE_UNSPECIFIED: SwapRule
+SWAP_RULE_FINISH: SwapRule
+SWAP_RULE_ABORT: SwapRule
+SWAP_RULE_CONTINUE: SwapRule
+MERGE_RULE_UNSPECIFIED: MergeRule
+MERGE_RULE_NEVER: MergeRule
+MERGE_RULE_ROLLOUT: MergeRule
 ADAPTER_KIND_UNSPECIFIED: AdapterKind
 ADAPTER_KIND_LORA: AdapterKind
 ADAPTER_KIND_MERGED: AdapterKind
@@ -47,6 +76,12 @@ ADAPTER_KIND_BASE: AdapterKind
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMMITTED: Outcome
 OUTCOME_REFUSED: Outcome
+MISMATCH_REASON_UNSPECIFIED: MismatchReason
+MISMATCH_REASON_NO_MODULE: MismatchReason
+MISMATCH_REASON_NOT_ADAPTED: MismatchReason
+MISMATCH_REASON_SHAPE: MismatchReason
+MISMATCH_REASON_RANK: MismatchReason
+MISMATCH_REASON_KIND: MismatchReason
 UPDATE_STAGE_UNSPECIFIED: UpdateStage
 UPDATE_STAGE_MANIFEST: UpdateStage
 UPDATE_STAGE_WIRE: UpdateStage
@@ -84,8 +119,16 @@ class PartialUpdate(_message.Message):
     received_bytes: int
     def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
+class MergeCapabilities(_message.Message):
+    __slots__ = ("target_modules", "layouts")
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    target_modules: _containers.RepeatedScalarFieldContainer[str]
+    layouts: _containers.RepeatedScalarFieldContainer[_tensor_pb2.TensorLayout]
+    def __init__(self, target_modules: _Optional[_Iterable[str]] = ..., layouts: _Optional[_Iterable[_Union[_tensor_pb2.TensorLayout, str]]] = ...) -> None: ...
+
 class ReplicaCapabilities(_message.Message):
-    __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras", "encodings", "relay", "layouts", "kinds", "needs_base")
+    __slots__ = ("max_rank", "target_modules", "dtypes", "max_loras", "encodings", "relay", "layouts", "kinds", "needs_base", "merging", "merge", "swap_rules")
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     DTYPES_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +138,9 @@ class ReplicaCapabilities(_message.Message):
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     NEEDS_BASE_FIELD_NUMBER: _ClassVar[int]
+    MERGING_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
+    SWAP_RULES_FIELD_NUMBER: _ClassVar[int]
     max_rank: int
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     dtypes: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Dtype]
@@ -104,7 +150,10 @@ class ReplicaCapabilities(_message.Message):
     layouts: _containers.RepeatedScalarFieldContainer[_tensor_pb2.TensorLayout]
     kinds: _containers.RepeatedScalarFieldContainer[AdapterKind]
     needs_base: bool
-    def __init__(self, max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.Dtype, str]]] = ..., max_loras: _Optional[int] = ..., encodings: _Optional[_Iterable[_Union[Encoding, str]]] = ..., relay: bool = ..., layouts: _Optional[_Iterable[_Union[_tensor_pb2.TensorLayout, str]]] = ..., kinds: _Optional[_Iterable[_Union[AdapterKind, str]]] = ..., needs_base: bool = ...) -> None: ...
+    merging: MergeCapabilities
+    merge: MergeRule
+    swap_rules: _containers.RepeatedScalarFieldContainer[SwapRule]
+    def __init__(self, max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.Dtype, str]]] = ..., max_loras: _Optional[int] = ..., encodings: _Optional[_Iterable[_Union[Encoding, str]]] = ..., relay: bool = ..., layouts: _Optional[_Iterable[_Union[_tensor_pb2.TensorLayout, str]]] = ..., kinds: _Optional[_Iterable[_Union[AdapterKind, str]]] = ..., needs_base: bool = ..., merging: _Optional[_Union[MergeCapabilities, _Mapping]] = ..., merge: _Optional[_Union[MergeRule, str]] = ..., swap_rules: _Optional[_Iterable[_Union[SwapRule, str]]] = ...) -> None: ...
 
 class AdapterUpdateResponse(_message.Message):
     __slots__ = ("manifest", "chunk", "commit", "retire", "heartbeat", "tensors", "alias", "parent")
@@ -127,7 +176,7 @@ class AdapterUpdateResponse(_message.Message):
     def __init__(self, manifest: _Optional[_Union[AdapterManifest, _Mapping]] = ..., chunk: _Optional[_Union[AdapterChunk, _Mapping]] = ..., commit: _Optional[_Union[AdapterCommit, _Mapping]] = ..., retire: _Optional[_Union[AdapterRetire, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., tensors: _Optional[_Union[ManifestTensors, _Mapping]] = ..., alias: _Optional[_Union[AdapterAlias, _Mapping]] = ..., parent: _Optional[_Union[AdapterParent, _Mapping]] = ...) -> None: ...
 
 class AdapterManifest(_message.Message):
-    __slots__ = ("ref", "kind", "base_fingerprint", "lora", "tensors", "total_bytes", "tensor_count", "delta_base", "canary")
+    __slots__ = ("ref", "kind", "base_fingerprint", "lora", "tensors", "total_bytes", "tensor_count", "delta_base", "canary", "swap", "merge")
     REF_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BASE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +186,8 @@ class AdapterManifest(_message.Message):
     TENSOR_COUNT_FIELD_NUMBER: _ClassVar[int]
     DELTA_BASE_FIELD_NUMBER: _ClassVar[int]
     CANARY_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
     ref: _version_pb2.AdapterRef
     kind: AdapterKind
     base_fingerprint: str
@@ -146,7 +197,9 @@ class AdapterManifest(_message.Message):
     tensor_count: int
     delta_base: _version_pb2.AdapterRef
     canary: Canary
-    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., kind: _Optional[_Union[AdapterKind, str]] = ..., base_fingerprint: _Optional[str] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_tensor_pb2.TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., delta_base: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+    swap: SwapRule
+    merge: MergeRule
+    def __init__(self, ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., kind: _Optional[_Union[AdapterKind, str]] = ..., base_fingerprint: _Optional[str] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_tensor_pb2.TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., delta_base: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., swap: _Optional[_Union[SwapRule, str]] = ..., merge: _Optional[_Union[MergeRule, str]] = ...) -> None: ...
 
 class ManifestTensors(_message.Message):
     __slots__ = ("tensors",)
@@ -255,7 +308,7 @@ class Heartbeat(_message.Message):
     def __init__(self, interval_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ReportAdapterRequest(_message.Message):
-    __slots__ = ("replica_id", "ref", "outcome", "reason", "timings", "bound_modules", "stage", "held", "wire_bytes", "canary_difference")
+    __slots__ = ("replica_id", "ref", "outcome", "reason", "timings", "bound_modules", "stage", "held", "wire_bytes", "canary_difference", "mismatches")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +319,7 @@ class ReportAdapterRequest(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CANARY_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     ref: _version_pb2.AdapterRef
     outcome: Outcome
@@ -276,7 +330,18 @@ class ReportAdapterRequest(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[_version_pb2.AdapterRef]
     wire_bytes: int
     canary_difference: float
-    def __init__(self, replica_id: _Optional[str] = ..., ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., timings: _Optional[_Union[UpdateTimings, _Mapping]] = ..., bound_modules: _Optional[_Iterable[int]] = ..., stage: _Optional[_Union[UpdateStage, str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ..., wire_bytes: _Optional[int] = ..., canary_difference: _Optional[float] = ...) -> None: ...
+    mismatches: _containers.RepeatedCompositeFieldContainer[TensorMismatch]
+    def __init__(self, replica_id: _Optional[str] = ..., ref: _Optional[_Union[_version_pb2.AdapterRef, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., timings: _Optional[_Union[UpdateTimings, _Mapping]] = ..., bound_modules: _Optional[_Iterable[int]] = ..., stage: _Optional[_Union[UpdateStage, str]] = ..., held: _Optional[_Iterable[_Union[_version_pb2.AdapterRef, _Mapping]]] = ..., wire_bytes: _Optional[int] = ..., canary_difference: _Optional[float] = ..., mismatches: _Optional[_Iterable[_Union[TensorMismatch, _Mapping]]] = ...) -> None: ...
+
+class TensorMismatch(_message.Message):
+    __slots__ = ("tensor", "reason", "detail")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    tensor: str
+    reason: MismatchReason
+    detail: str
+    def __init__(self, tensor: _Optional[str] = ..., reason: _Optional[_Union[MismatchReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("replica_id", "draining", "reason")

@@ -40,6 +40,11 @@ class RolloutServiceStub(object):
                 request_serializer=refit_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=refit_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateBatch = channel.unary_stream(
+                '/refit.v1.RolloutService/GenerateBatch',
+                request_serializer=refit_dot_v1_dot_rollout__pb2.GenerateBatchRequest.SerializeToString,
+                response_deserializer=refit_dot_v1_dot_rollout__pb2.GenerateBatchResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/refit.v1.RolloutService/ListAdapters',
                 request_serializer=refit_dot_v1_dot_rollout__pb2.RolloutServiceListAdaptersRequest.SerializeToString,
@@ -55,6 +60,16 @@ class RolloutServiceStub(object):
                 request_serializer=refit_dot_v1_dot_rollout__pb2.ResumeGenerationRequest.SerializeToString,
                 response_deserializer=refit_dot_v1_dot_rollout__pb2.ResumeGenerationResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/refit.v1.RolloutService/Sleep',
+                request_serializer=refit_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=refit_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/refit.v1.RolloutService/WakeUp',
+                request_serializer=refit_dot_v1_dot_rollout__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=refit_dot_v1_dot_rollout__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -65,13 +80,26 @@ class RolloutServiceServicer(object):
         """Samples `n` completions of one prompt and streams their tokens. The adapter version is pinned when
         the request is admitted: a newer one that arrives meanwhile changes nothing for it.
 
-        INVALID_ARGUMENT: a sampling parameter or the prompt is malformed or too long; the field is named.
+        INVALID_ARGUMENT: a sampling parameter or the prompt is malformed, unknown or too long; the field
+        is named.
         NOT_FOUND: unknown adapter, or a version that this replica does not serve. The base model never
         answers in its place.
         ALREADY_EXISTS: a request with this id is running, or ended and was another one.
-        RESOURCE_EXHAUSTED: as many requests as this replica takes are running and waiting.
+        RESOURCE_EXHAUSTED: as many requests as this replica takes are running and waiting, or no slot
+        came free for the adapter; `grpc-retry-pushback-ms` in the trailing metadata says when to come
+        again.
         DEADLINE_EXCEEDED: AT_LEAST did not see its version in time.
-        UNAVAILABLE: the engine is starting, paused past the deadline, draining or dead.
+        UNAVAILABLE: the engine is starting, asleep, paused past the deadline, draining or dead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateBatch(self, request, context):
+        """Many requests in one stream. Each is admitted, answered and refused by itself, as it would be by
+        Generate; the stream ends when all have ended.
+
+        INVALID_ARGUMENT: there is no request, there are too many, or two have the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,6 +127,24 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Frees the accelerator's memory: running requests end within the replica's grace, weights move to
+        the host and the cache is dropped. Until WakeUp the replica is NOT_SERVING and requests get
+        UNAVAILABLE; an update waits. Without effect on a replica that sleeps.
+
+        FAILED_PRECONDITION: the engine was not started with `enable_sleep_mode`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Serves again, with what was loaded before. Without effect on a replica that is awake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +152,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=refit_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=refit_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateBatch,
+                    request_deserializer=refit_dot_v1_dot_rollout__pb2.GenerateBatchRequest.FromString,
+                    response_serializer=refit_dot_v1_dot_rollout__pb2.GenerateBatchResponse.SerializeToString,
             ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
@@ -121,6 +172,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ResumeGeneration,
                     request_deserializer=refit_dot_v1_dot_rollout__pb2.ResumeGenerationRequest.FromString,
                     response_serializer=refit_dot_v1_dot_rollout__pb2.ResumeGenerationResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=refit_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=refit_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=refit_dot_v1_dot_rollout__pb2.WakeUpRequest.FromString,
+                    response_serializer=refit_dot_v1_dot_rollout__pb2.WakeUpResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -151,6 +212,33 @@ class RolloutService(object):
             '/refit.v1.RolloutService/Generate',
             refit_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             refit_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/refit.v1.RolloutService/GenerateBatch',
+            refit_dot_v1_dot_rollout__pb2.GenerateBatchRequest.SerializeToString,
+            refit_dot_v1_dot_rollout__pb2.GenerateBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -232,6 +320,60 @@ class RolloutService(object):
             '/refit.v1.RolloutService/ResumeGeneration',
             refit_dot_v1_dot_rollout__pb2.ResumeGenerationRequest.SerializeToString,
             refit_dot_v1_dot_rollout__pb2.ResumeGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refit.v1.RolloutService/Sleep',
+            refit_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            refit_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refit.v1.RolloutService/WakeUp',
+            refit_dot_v1_dot_rollout__pb2.WakeUpRequest.SerializeToString,
+            refit_dot_v1_dot_rollout__pb2.WakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

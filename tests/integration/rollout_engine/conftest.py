@@ -48,7 +48,7 @@ async def engine(config: RolloutConfig) -> AsyncIterator[VllmEngine]:
 @pytest_asyncio.fixture(loop_scope="package")
 async def registry(engine: VllmEngine, model_dir: Path) -> AsyncIterator[AdapterRegistry]:
     """An empty registry, whose adapters are gone from the engine afterwards."""
-    async with registry_of(engine, base_model(model_dir)) as registry:
+    async with registry_of(engine, base_model(model_dir), model=model_dir) as registry:
         yield registry
 
 

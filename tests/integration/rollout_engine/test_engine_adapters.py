@@ -29,6 +29,7 @@ from tests.integration.rollout_engine.tiny import (
     sample,
     tokens,
 )
+from tests.live import admit
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(180)]
 
@@ -46,7 +47,7 @@ async def test_a_committed_adapter_answers_and_the_base_stays_itself(
     before = await sample(engine, None)
     committed = await registry.commit(content, path, source=TRAINER)
     assert [report.bound_modules for report in committed.reports] == [LAYERS * len(WIDTHS)]
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         served = await sample(engine, live)
     expected = expected_logprobs(reference, path, PROMPT, tokens(served))
     torch.testing.assert_close(torch.tensor(logprobs(served)), expected, atol=1e-3, rtol=0)
@@ -63,7 +64,7 @@ async def test_new_versions_leave_a_running_generation_alone(
     versions = [adapters.make(seed=seed) for seed in (1, 2, 3)]
     await registry.commit(*versions[0], source=TRAINER)
     long = replace(GREEDY, max_tokens=400)
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         undisturbed = await sample(engine, live, sampling=long)
         running = asyncio.create_task(sample(engine, live, sampling=long))
         await registry.commit(*versions[1], source=TRAINER)
@@ -86,10 +87,10 @@ async def test_a_mixed_batch_answers_each_request_with_its_own_weights(
     versions = [adapters.make(seed=seed) for seed in (1, 2, 3)]
     latest = Selector(Rule.LATEST, "default")
     await registry.commit(*versions[0], source=TRAINER)
-    async with registry.admit(latest, wait_seconds=1) as first:
+    async with admit(registry, latest, wait_seconds=1) as first:
         await registry.commit(*versions[1], source=TRAINER)
         await registry.commit(*versions[2], source=TRAINER)
-        async with registry.admit(latest, wait_seconds=1) as third:
+        async with admit(registry, latest, wait_seconds=1) as third:
             answers = await asyncio.gather(
                 *(sample(engine, live, cache_salt="mixed") for live in (None, first, third))
             )
@@ -110,9 +111,9 @@ async def test_a_prompt_of_several_blocks_is_not_read_from_another_versions_cach
     await registry.commit(*first, source=TRAINER)
     await registry.commit(*second, source=TRAINER)
     latest, exact = Selector(Rule.LATEST, "default"), Selector(Rule.EXACT, "default", 1)
-    async with registry.admit(exact, wait_seconds=1) as live:
+    async with admit(registry, exact, wait_seconds=1) as live:
         await sample(engine, live, prompt=prompt)
-    async with registry.admit(latest, wait_seconds=1) as live:
+    async with admit(registry, latest, wait_seconds=1) as live:
         after_first = await sample(engine, live, prompt=prompt)
         cold = await sample(engine, live, prompt=prompt, cache_salt="never used before")
     assert (tokens(after_first), logprobs(after_first)) == (tokens(cold), logprobs(cold))
@@ -143,7 +144,7 @@ async def test_an_adapter_that_binds_to_nothing_is_refused_by_name(
         await registry.commit(bad, bad_path, source=TRAINER)
     assert registry.listing() == [content.ref]
     assert not bad_path.exists()
-    assert list(await engine._llm.list_loras()) == [live.loaded.id for live in registry._live]
+    assert list(await engine.llm.list_loras()) == [live.loaded.id for live in registry._live]
 
 
 async def test_served_logprobs_are_of_the_distribution_sampled_from(
@@ -156,7 +157,7 @@ async def test_served_logprobs_are_of_the_distribution_sampled_from(
     content, path = adapters.make(seed=4)
     await registry.commit(content, path, source=TRAINER)
     sampling = Sampling(n=1, max_tokens=64, temperature=0.7, seed=11, ignore_eos=True)
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         served = await sample(engine, live, sampling=sampling)
     expected = expected_logprobs(reference, path, PROMPT, tokens(served), temperature=0.7)
     torch.testing.assert_close(torch.tensor(logprobs(served)), expected, atol=1e-3, rtol=0)
@@ -171,7 +172,7 @@ async def test_the_served_change_is_linear_in_alpha(
         content, path = adapters.make(seed=5, alpha=alpha, b_factor=b_factor)
         await registry.commit(content, path, source=TRAINER)
         exact = Selector(Rule.EXACT, "default", content.ref.version)
-        async with registry.admit(exact, wait_seconds=1) as live:
+        async with admit(registry, exact, wait_seconds=1) as live:
             answers.append(logprobs(await sample(engine, live)))
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]
@@ -185,7 +186,7 @@ async def test_every_dtype_on_the_wire_gives_the_same_answer(
     for dtype in Dtype:
         content, path = adapters.make(seed=6, dtype=dtype)
         await registry.commit(content, path, source=TRAINER)
-        async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+        async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
             answers.append(logprobs(await sample(engine, live)))
     assert answers[0] == answers[1] == answers[2]
 
@@ -199,25 +200,11 @@ async def test_the_staged_file_is_neither_written_nor_needed_by_a_loaded_adapter
     digest = hashlib.sha256(weights.read_bytes()).digest()
     await registry.commit(content, path, source=TRAINER)
     assert hashlib.sha256(weights.read_bytes()).digest() == digest
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         before = logprobs(await sample(engine, live))
         with weights.open("r+b") as file:
             file.write(bytes(weights.stat().st_size))
         assert logprobs(await sample(engine, live)) == before
-
-
-async def test_slots_and_directories_level_off_over_many_versions(
-    engine: VllmEngine, registry: AdapterRegistry, adapters: AdapterMaker
-) -> None:
-    """faults.md 27: forty versions leave two loaded, two directories and the newest served."""
-    made = [adapters.make(seed=seed) for seed in range(40)]
-    for content, path in made:
-        await registry.commit(content, path, source=TRAINER)
-    async with asyncio.timeout(10):
-        await registry._wait(lambda: len(registry._live) == 2, 10, TimeoutError)
-    assert registry.listing() == [content.ref for content, _ in made[-2:]]
-    assert len(await engine._llm.list_loras()) == 2
-    assert [path.exists() for _, path in made] == [False] * 38 + [True] * 2
 
 
 async def test_scores_are_of_the_named_weights(
@@ -229,7 +216,7 @@ async def test_scores_are_of_the_named_weights(
     """faults.md 1: the adapter's own, not the base's, though each has cached the tokens."""
     content, path = adapters.make(seed=8)
     await registry.commit(content, path, source=TRAINER)
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         assert live is not None
         served = await sample(engine, live)
         sequence = PROMPT + tokens(served)
@@ -254,7 +241,7 @@ async def test_a_version_is_scored_while_others_generate(
     """The scored prompt's rows are not those of the batch that runs."""
     content, path = adapters.make(seed=10)
     await registry.commit(content, path, source=TRAINER)
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         assert live is not None
         sampling = replace(GREEDY, max_tokens=48)
         running = [
@@ -278,7 +265,7 @@ async def test_a_canary_lets_its_own_version_in_and_no_other(
     """faults.md 1: weights that answer as the base does are not taken for the version."""
     content, path = adapters.make(seed=9)
     await registry.commit(content, path, source=TRAINER)
-    async with registry.admit(Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.LATEST, "default"), wait_seconds=1) as live:
         assert live is not None
         right, wrong = [
             Canary(

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from common.errors import ConfigError, InvalidField
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engine import FinishReason, Generation, Message
+from rollout_svc.engine import EngineDead, FinishReason, Generation, Message
 from rollout_svc.sampling import Sampling
 from rollout_svc.vllm_engine import VllmEngine
 from tests.integration.rollout_engine.tiny import (
@@ -58,7 +58,7 @@ async def test_closing_a_generation_ends_it_in_the_engine(engine: VllmEngine) ->
     )
     async with aclosing(engine.generate(generation)) as deltas:
         await anext(deltas)
-    assert engine._llm.get_num_unfinished_requests() == 0
+    assert engine.llm.get_num_unfinished_requests() == 0
 
 
 async def test_an_abort_ends_the_completions_that_have_not_finished(engine: VllmEngine) -> None:
@@ -87,7 +87,7 @@ async def test_an_abort_ends_the_completions_that_have_not_finished(engine: Vllm
         assert reasons == [FinishReason.ABORT if index else FinishReason.STOP]
         assert tokens(mine)[:64] == answers[index][: len(tokens(mine))]
         assert len(logprobs(mine)) == len(tokens(mine)) > 0
-    assert engine._llm.get_num_unfinished_requests() == 0
+    assert engine.llm.get_num_unfinished_requests() == 0
 
 
 async def test_an_abort_ends_a_request_that_a_pause_holds(engine: VllmEngine) -> None:
@@ -193,7 +193,7 @@ async def test_a_start_that_fails_ends_none_but_its_own_processes(
     no_weights = shutil.ignore_patterns("*.safetensors")
     empty = Path(shutil.copytree(config.model, tmp_path / "model", ignore=no_weights))
     before = multiprocessing.active_children()
-    with pytest.raises(RuntimeError, match="Engine core initialization failed"):
+    with pytest.raises(EngineDead, match="Engine core initialization failed"):
         await VllmEngine.start(config.model_copy(update={"model": empty}))
     assert multiprocessing.active_children() == before
     assert tokens(await sample(engine, None))

@@ -44,6 +44,7 @@ from tests.integration.rollout_engine.tiny import (
     sample,
     tokens,
 )
+from tests.live import admit
 from tests.whole_weights import stage
 from trainer_svc.base_weights import read_base
 
@@ -72,7 +73,7 @@ async def dummy(config: RolloutConfig, weightless_dir: Path) -> AsyncIterator[Vl
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def bare(dummy: VllmEngine) -> AsyncIterator[AdapterRegistry]:
-    async with registry_of(dummy, BaseModel("tiny", ""), base_missing=True) as registry:
+    async with registry_of(dummy, BaseModel("tiny", ""), model=None) as registry:
         yield registry
 
 
@@ -144,7 +145,7 @@ async def test_base_sync_and_an_adapter_equal_loading_both_from_disk(
 
     plain = await sample(dummy, None)
     assert tokens(plain) != tokens(random)
-    async with bare.admit(LATEST, wait_seconds=1) as live:
+    async with admit(bare, LATEST, wait_seconds=1) as live:
         adapted = await sample(dummy, live)
     for answer, weights in ((plain, None), (adapted, path)):
         expected = expected_logprobs(reference, weights, PROMPT, tokens(answer))
@@ -162,7 +163,7 @@ async def test_a_merged_version_answers_as_its_adapter_would(
     for seed in (1, 2):
         content, path, peft_dir = merged(seed)
         await bare.commit(content, path, source=TRAINER)
-        async with bare.admit(LATEST, wait_seconds=1) as live:
+        async with admit(bare, LATEST, wait_seconds=1) as live:
             assert live is not None and live.lora is None
             answer = await sample(dummy, live, prompt=prompt)
         expected = expected_logprobs(reference, peft_dir, prompt, tokens(answer))
@@ -177,7 +178,7 @@ async def test_a_running_generation_ends_on_its_own_merged_weights(
     long = replace(GREEDY, max_tokens=200)
     (first, first_path, _), (second, second_path, _) = merged(3), merged(4)
     await bare.commit(first, first_path, source=TRAINER)
-    async with bare.admit(LATEST, wait_seconds=1) as live:
+    async with admit(bare, LATEST, wait_seconds=1) as live:
         undisturbed = await sample(dummy, live, sampling=long)
         running = asyncio.create_task(sample(dummy, live, sampling=long))
         switch = asyncio.create_task(bare.commit(second, second_path, source=TRAINER))
@@ -185,7 +186,7 @@ async def test_a_running_generation_ends_on_its_own_merged_weights(
         assert not switch.done()
     await switch
     assert (tokens(disturbed), logprobs(disturbed)) == (tokens(undisturbed), logprobs(undisturbed))
-    async with bare.admit(LATEST, wait_seconds=1) as live:
+    async with admit(bare, LATEST, wait_seconds=1) as live:
         assert tokens(await sample(dummy, live)) != tokens(disturbed)[: GREEDY.max_tokens]
 
 

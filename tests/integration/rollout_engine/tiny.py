@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,8 @@ from common.stream.content import Content
 from common.tasks import cancel
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import Generation, TokenDelta
-from rollout_svc.retention import LiveAdapter
+from rollout_svc.live import LiveAdapter
+from rollout_svc.pristine import PristineBase
 from rollout_svc.sampling import Sampling
 from rollout_svc.vllm_engine import VllmEngine
 
@@ -104,21 +106,28 @@ class AdapterMaker:
         dtype: Dtype = Dtype.FLOAT32,
         layers: tuple[int, ...] = (0, 1),
         narrower: int = 1,
+        rank: int = RANK,
+        adapter: str = "default",
+        more: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> tuple[Content, Path]:
+        """A random version; `more` are tensors of zeros, in the place of its own of that name."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for layer, (name, (width_in, width_out)) in itertools.product(layers, WIDTHS.items()):
-            shapes = ((RANK, width_in // narrower), (width_out, RANK))
+            shapes = ((rank, width_in // narrower), (width_out, rank))
             for layout, shape in zip((Layout.LORA_A, Layout.LORA_B), shapes, strict=True):
                 # Multiples of 1/64 within (-1/4, 1/4): exact in every dtype.
                 values = torch.randint(-15, 16, shape, generator=generator) / 64
                 factor = b_factor if layout is Layout.LORA_B else 1.0
                 key = f"base_model.model.model.layers.{layer}.{name}.{layout.value}.weight"
                 tensors[key] = (values * factor).to(TORCH_DTYPES[dtype])
-        return self._write(tensors, alpha, dtype)
+        for key, size in more.items():
+            tensors[key] = torch.zeros(size, dtype=TORCH_DTYPES[dtype])
+        lora = LoraConfig(rank, alpha, tuple(sorted(name.split(".")[1] for name in WIDTHS)))
+        return self._write(tensors, lora, dtype, adapter)
 
     def _write(
-        self, tensors: dict[str, torch.Tensor], alpha: float, dtype: Dtype
+        self, tensors: dict[str, torch.Tensor], lora: LoraConfig, dtype: Dtype, adapter: str
     ) -> tuple[Content, Path]:
         specs = plan(
             TensorEntry(
@@ -132,11 +141,10 @@ class AdapterMaker:
         buffer = memoryview(
             b"".join(tensors[spec.name].view(torch.uint8).numpy().tobytes() for spec in specs)
         )
-        lora = LoraConfig(RANK, alpha, tuple(sorted(name.split(".")[1] for name in WIDTHS)))
         manifest = Manifest(self._fingerprint, lora, seal(specs, buffer))
         number = next(self._numbers)
         path = write_peft_dir(self._path / str(number), manifest, buffer)
-        ref = AdapterRef("run", "default", number, manifest.digest())
+        ref = AdapterRef("run", adapter, number, manifest.digest())
         return Content.whole(ref, manifest, buffer), path
 
 
@@ -187,13 +195,17 @@ def expected_logprobs(
 
 @asynccontextmanager
 async def registry_of(
-    engine: VllmEngine, base: BaseModel, *, base_missing: bool = False
+    engine: VllmEngine, base: BaseModel, *, model: Path | None
 ) -> AsyncIterator[AdapterRegistry]:
-    """An empty registry, whose adapters are gone from the engine afterwards."""
+    """An empty registry, whose adapters are gone from the engine afterwards.
+
+    Args:
+        model: directory of the base's weights; None where the engine started without.
+    """
     registry = AdapterRegistry(
         engine=engine,
         base=base,
-        base_missing=base_missing,
+        pristine=PristineBase(model),
         slots=3,
         keep_versions=2,
         slot_wait_seconds=20.0,

@@ -140,10 +140,13 @@ def test_every_method_has_its_role() -> None:
         "AdapterService/RenewLease": ("subscribe",),
         "AdapterService/ListAdapters": ("subscribe",),
         "RolloutService/Generate": ("generate",),
+        "RolloutService/GenerateBatch": ("generate",),
         "RolloutService/ListAdapters": ("generate",),
         # None: not listed, and so for admin.
         "RolloutService/PauseGeneration": None,
         "RolloutService/ResumeGeneration": None,
+        "RolloutService/Sleep": None,
+        "RolloutService/WakeUp": None,
         "TrainerService/GetStatus": ANY,
         "TrainerService/SaveCheckpoint": None,
         "TrainerService/StopRun": None,

@@ -17,19 +17,23 @@ from common.stream.sender import Pace
 from common.tasks import cancel
 from common.wire import ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.generator import Generator
 from rollout_svc.hold import GenerationHold
-from rollout_svc.limits import Limits
+from rollout_svc.limits import Limits, Takes
 from rollout_svc.metrics import Metrics
+from rollout_svc.pauses import EnginePause
+from rollout_svc.readiness import Readiness
 from rollout_svc.relay import Relay
 from rollout_svc.requests import RunningRequests
 from rollout_svc.service import RolloutServicer, VersionServicer
+from rollout_svc.sleep import Sleep
 from rollout_svc.subscriber import Subscriber
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import FakeTrainer, serving
 from tests.following import Follow
-from tests.live import BASE, Commits
+from tests.live import BASE, PRISTINE, Commits
 from tests.receiving import Opener, Reports
 
 
@@ -39,9 +43,15 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-async def registry(engine: FakeEngine) -> AsyncIterator[AdapterRegistry]:
+async def registry(engine: FakeEngine, pause: EnginePause) -> AsyncIterator[AdapterRegistry]:
     registry = AdapterRegistry(
-        engine=engine, base=BASE, slots=3, keep_versions=2, slot_wait_seconds=0.2
+        engine=engine,
+        base=BASE,
+        pristine=PRISTINE,
+        slots=3,
+        keep_versions=2,
+        slot_wait_seconds=0.2,
+        pause=pause,
     )
     unloading = asyncio.create_task(registry.run())
     yield registry
@@ -52,11 +62,13 @@ async def registry(engine: FakeEngine) -> AsyncIterator[AdapterRegistry]:
 def limits() -> Limits:
     return Limits(
         kinds=frozenset(Kind),
-        layouts=frozenset(ExpertLayout.PER_EXPERT.factors),
-        max_rank=8,
-        target_modules=frozenset(LORA.target_modules),
         dtypes=frozenset(Dtype),
         max_bytes=1 << 20,
+        slots=Takes(
+            target_modules=frozenset(LORA.target_modules),
+            layouts=frozenset(ExpertLayout.PER_EXPERT.factors),
+            max_rank=8,
+        ),
     )
 
 
@@ -107,13 +119,44 @@ def opened(staging: Path, limits: Limits) -> Opener:
 
 
 @pytest.fixture
-async def servicer(registry: AdapterRegistry, engine: FakeEngine) -> RolloutServicer:
-    return RolloutServicer(
+def pause(engine: FakeEngine) -> EnginePause:
+    return EnginePause(engine)
+
+
+@pytest.fixture
+def readiness() -> Readiness:
+    return Readiness(Metrics(), {})
+
+
+@pytest.fixture
+def sleep(
+    registry: AdapterRegistry, engine: FakeEngine, pause: EnginePause, readiness: Readiness
+) -> Sleep:
+    return Sleep(
         engine=engine,
         registry=registry,
-        requests=RunningRequests(abort=engine.abort, max_requests=4),
-        hold=GenerationHold(engine),
-        metrics=Metrics(),
+        pause=pause,
+        readiness=readiness,
+        enabled=True,
+        grace_seconds=0.1,
+        woken=lambda: None,
+    )
+
+
+@pytest.fixture
+async def servicer(
+    registry: AdapterRegistry, engine: FakeEngine, pause: EnginePause, sleep: Sleep
+) -> RolloutServicer:
+    return RolloutServicer(
+        generator=Generator(
+            engine=engine,
+            registry=registry,
+            requests=RunningRequests(abort=engine.abort, max_requests=4),
+            metrics=Metrics(),
+        ),
+        registry=registry,
+        hold=GenerationHold(pause),
+        sleep=sleep,
     )
 
 
@@ -121,7 +164,7 @@ async def servicer(registry: AdapterRegistry, engine: FakeEngine) -> RolloutServ
 async def server(servicer: RolloutServicer) -> AsyncIterator[GrpcServer]:
     def register(server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
-        version = VersionServicer(engine=servicer.engine, registry=servicer.registry)
+        version = VersionServicer(engine=servicer.generator.engine, registry=servicer.registry)
         version_pb2_grpc.add_VersionServiceServicer_to_server(version, server)
 
     server = await start_server(register, host="127.0.0.1", port=0, services=[])

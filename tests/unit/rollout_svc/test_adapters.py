@@ -18,11 +18,11 @@ from common.errors import (
     WaitExpired,
 )
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport, EngineAdapter, EngineDead
+from rollout_svc.engine import BoundReport, EngineAdapter, EngineDead, Mismatch, MismatchReason
 from rollout_svc.selector import Rule, Selector
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
-from tests.live import BASE, Commits, content_of
+from tests.live import BASE, PRISTINE, Commits, admit, content_of
 
 LATEST = Selector(Rule.LATEST, "default")
 
@@ -37,11 +37,11 @@ async def test_nothing_is_seen_before_the_commit(
     """faults.md 25, prime-rl#2391: nothing lists or finds it before the commit."""
     assert registry.listing() == []
     with pytest.raises(AdapterNotFound, match="served here: nothing but the base"):
-        async with registry.admit(LATEST, wait_seconds=1):
+        async with admit(registry, LATEST, wait_seconds=1):
             pass
     await commit(ref(1))
     assert registry.listing() == [ref(1)]
-    async with registry.admit(LATEST, wait_seconds=1) as live:
+    async with admit(registry, LATEST, wait_seconds=1) as live:
         assert live is not None
         assert live.ref == ref(1)
 
@@ -57,9 +57,9 @@ async def test_an_unknown_version_is_not_found_and_the_base_must_be_asked_for(
         Selector(Rule.LATEST, "default", run_id="another run"),
     ):
         with pytest.raises(AdapterNotFound):
-            async with registry.admit(selector, wait_seconds=1):
+            async with admit(registry, selector, wait_seconds=1):
                 pass
-    async with registry.admit(Selector(Rule.BASE), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.BASE), wait_seconds=1) as live:
         assert live is None
 
 
@@ -68,7 +68,7 @@ async def test_at_least_waits_for_its_version(registry: AdapterRegistry, commit:
     await commit(ref(1))
 
     async def served() -> AdapterRef:
-        async with registry.admit(Selector(Rule.AT_LEAST, "default", 2), wait_seconds=5) as live:
+        async with admit(registry, Selector(Rule.AT_LEAST, "default", 2), wait_seconds=5) as live:
             assert live is not None
             return live.ref
 
@@ -83,7 +83,7 @@ async def test_at_least_waits_for_its_version(registry: AdapterRegistry, commit:
 async def test_at_least_expires(registry: AdapterRegistry) -> None:
     """faults.md 23, TRL#6797: the wait has a deadline."""
     with pytest.raises(WaitExpired, match="default@>=1 did not arrive"):
-        async with registry.admit(Selector(Rule.AT_LEAST, "default", 1), wait_seconds=0.01):
+        async with admit(registry, Selector(Rule.AT_LEAST, "default", 1), wait_seconds=0.01):
             pass
 
 
@@ -92,13 +92,13 @@ async def test_a_version_goes_with_its_last_pin(
 ) -> None:
     """faults.md 25, prime-rl#2391: nothing is removed while pinned, though not found."""
     await commit(ref(1))
-    async with registry.admit(LATEST, wait_seconds=1) as live:
+    async with admit(registry, LATEST, wait_seconds=1) as live:
         assert live is not None
         await commit(ref(2))
         registry.retire(ref(1), source="trainer")
         assert registry.listing() == [ref(2)]
         with pytest.raises(AdapterNotFound):
-            async with registry.admit(Selector(Rule.EXACT, "default", 1), wait_seconds=1):
+            async with admit(registry, Selector(Rule.EXACT, "default", 1), wait_seconds=1):
                 pass
         await asyncio.sleep(0.02)
         assert sorted(engine.loaded) == [1, 2]
@@ -107,12 +107,16 @@ async def test_a_version_goes_with_its_last_pin(
     assert sorted(engine.loaded) == [2]
 
 
+def _missing(tensor: str) -> Mismatch:
+    return Mismatch(tensor, MismatchReason.NO_MODULE)
+
+
 @pytest.mark.parametrize(
     ("answers", "text"),
     [
-        ([BoundReport(0, 1, ("a.lora_A.weight (no module)",), "")], "1 tensors found no module: a"),
+        ([BoundReport(0, 1, (_missing("a.lora_A.weight"),), "")], "1 tensors found no module: a"),
         (
-            [BoundReport(0, 2, (), ""), BoundReport(0, 1, ("b.lora_A.weight (no module)",), "")],
+            [BoundReport(0, 2, (), ""), BoundReport(0, 1, (_missing("b.lora_A.weight"),), "")],
             "1 tensors found no module: b",
         ),
         ([BoundReport(0, 0, (), "ValueError: bad rank")], "the engine refused it: ValueError"),
@@ -138,7 +142,10 @@ async def test_an_adapter_that_does_not_bind_on_every_rank_is_refused(
 async def test_pipeline_stages_each_bind_their_own_part(
     registry: AdapterRegistry, engine: FakeEngine, commit: Commits
 ) -> None:
-    engine.answers = [BoundReport(0, 1, ("late",), ""), BoundReport(1, 1, ("early",), "")]
+    engine.answers = [
+        BoundReport(0, 1, (_missing("late"),), ""),
+        BoundReport(1, 1, (_missing("early"),), ""),
+    ]
     await commit(ref(1))
     assert registry.listing() == [ref(1)]
 
@@ -150,7 +157,7 @@ async def test_a_load_waits_for_a_slot_and_never_evicts(
     async with AsyncExitStack() as first, AsyncExitStack() as others:
         for version, stack in ((1, first), (2, others), (3, others)):
             await commit(ref(version))
-            await stack.enter_async_context(registry.admit(LATEST, wait_seconds=1))
+            await stack.enter_async_context(admit(registry, LATEST, wait_seconds=1))
         with pytest.raises(Unavailable, match="all 3 slots are in use"):
             await commit(ref(4))
         loading = asyncio.create_task(commit(ref(5)))
@@ -171,10 +178,12 @@ async def test_without_a_run_the_one_committed_last_answers(
     old, new = ref(7), ref(1, run_id="next run")
     await commit(old)
     await commit(new)
-    async with registry.admit(LATEST, wait_seconds=1) as live:
+    async with admit(registry, LATEST, wait_seconds=1) as live:
         assert live is not None
         assert live.ref == new
-    async with registry.admit(Selector(Rule.LATEST, "default", run_id="run"), wait_seconds=1) as it:
+    async with admit(
+        registry, Selector(Rule.LATEST, "default", run_id="run"), wait_seconds=1
+    ) as it:
         assert it is not None
         assert it.ref == old
 
@@ -211,7 +220,7 @@ async def test_an_alias_shares_the_slot_and_the_bytes(
     one, other = registry.contents()
     assert (other.ref, other.finished) == (registry_alias, True)
     assert bytes(other.buffer) == bytes(one.buffer)
-    async with registry.admit(Selector(Rule.EXACT, "old", 1), wait_seconds=1) as live:
+    async with admit(registry, Selector(Rule.EXACT, "old", 1), wait_seconds=1) as live:
         assert live is not None
         assert live.loaded is engine.loaded[1]
 
@@ -224,13 +233,13 @@ async def test_a_shared_slot_goes_with_the_last_name(
     await registry.alias(old, source="trainer")
     for version in (2, 3):
         await commit(ref(version))
-    assert registry.listing() == [old, ref(3)]
-    await eventually(lambda: sorted(engine.loaded) == [1, 3])
+    assert registry.listing() == [old, ref(2), ref(3)]
+    assert sorted(engine.loaded) == [1, 2, 3]
     assert commit.paths[0].exists()
 
     await registry.alias(AdapterRef("run", "old", 2, ref(3).digest), source="trainer")
     registry.retire(old, source="trainer")
-    await eventually(lambda: sorted(engine.loaded) == [3])
+    await eventually(lambda: sorted(engine.loaded) == [2, 3])
     await eventually(lambda: not commit.paths[0].exists())
 
 
@@ -252,7 +261,7 @@ class StuckEngine(FakeEngine):
     is_dead = False
     unloaded: list[int]
 
-    async def load(self, adapter: EngineAdapter) -> list[BoundReport]:
+    async def load(self, adapter: EngineAdapter, *, in_place: bool = False) -> list[BoundReport]:
         self.unloaded = []
         await asyncio.Event().wait()
         raise AssertionError("never set")
@@ -271,7 +280,7 @@ async def test_a_cancelled_commit_leaves_no_slot_no_directory_and_no_listing(
     engine = StuckEngine()
     engine.is_dead = is_dead
     registry = AdapterRegistry(
-        engine=engine, base=BASE, slots=3, keep_versions=2, slot_wait_seconds=1
+        engine=engine, base=BASE, pristine=PRISTINE, slots=3, keep_versions=2, slot_wait_seconds=1
     )
     (tmp_path / "adapter").mkdir()
     commit = asyncio.ensure_future(

@@ -5,31 +5,7 @@ from refit.v1 import rollout_pb2
 
 from common.errors import AlreadyExists
 from rollout_svc import answers as answers_module
-from rollout_svc.answers import Answers, Transcript
-from rollout_svc.engine import FinishReason, TokenDelta
-
-STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
-
-
-def test_deltas_join_to_one_a_completion() -> None:
-    transcript = Transcript(2)
-    deltas = [
-        TokenDelta(1, (4,), (-0.4,), "d", None),
-        TokenDelta(0, (1, 2), (-0.1, -0.2), "ab", None),
-        TokenDelta(1, (5,), (-0.5,), "e", STOP),
-        TokenDelta(0, (), (), "", LENGTH),
-    ]
-    assert [transcript.add(delta) for delta in deltas] == [False, False, False, True]
-    assert transcript.joined() == [
-        TokenDelta(0, (1, 2), (-0.1, -0.2), "ab", LENGTH),
-        TokenDelta(1, (4, 5), (-0.4, -0.5), "de", STOP),
-    ]
-
-
-def test_an_aborted_completion_makes_no_whole_answer() -> None:
-    transcript = Transcript(2)
-    ends = [TokenDelta(0, (1,), (-0.1,), "a", STOP), TokenDelta(1, (), (), "", ABORT)]
-    assert [transcript.add(delta) for delta in ends] == [False, False]
+from rollout_svc.answers import Answers
 
 
 def asked(request_id: str, *, max_tokens: int = 1) -> rollout_pb2.GenerateRequest:

@@ -22,7 +22,7 @@ async def test_draining_refuses_new_requests_and_waits_for_running_ones(
     call = aiter(stub.Generate(request(), timeout=5))
     await anext(call)
     engine.gate.clear()
-    draining = asyncio.create_task(servicer.requests.drain(5))
+    draining = asyncio.create_task(servicer.generator.requests.drain(5))
     await asyncio.sleep(0)
     assert (await refused(stub, request()))[0] is grpc.StatusCode.UNAVAILABLE
     engine.gate.set()
@@ -38,12 +38,12 @@ async def test_what_the_grace_is_too_short_for_ends_with_the_tokens_it_has(
     engine.one_step = True
     call = aiter(stub.Generate(asked, timeout=5))
     begun = [await anext(call), await anext(call)]
-    await servicer.requests.drain(0.05)
+    await servicer.generator.requests.drain(0.05)
     ended = [message async for message in call]
     assert [message.finish_reason for message in begun + ended] == [0, 0, 3, 3]
     assert [message.index for message in ended] == [0, 1]
     assert [list(message.token_ids) for message in ended] == [[], []]
-    assert not servicer.answers.recall(asked)
+    assert not servicer.generator.answers.recall(asked)
 
 
 async def test_a_request_that_waits_for_its_version_is_sent_elsewhere_by_a_drain(
@@ -53,8 +53,8 @@ async def test_a_request_that_waits_for_its_version_is_sent_elsewhere_by_a_drain
         adapter="default", rule=rollout_pb2.VERSION_RULE_AT_LEAST, version=9
     )
     waiting = asyncio.ensure_future(refused(stub, request(adapter=newer)))
-    await eventually(lambda: servicer.requests._ids)
-    await servicer.requests.drain(0.05)
+    await eventually(lambda: servicer.generator.requests._ids)
+    await servicer.generator.requests.drain(0.05)
     code, text = await waiting
     assert code is grpc.StatusCode.UNAVAILABLE
     assert text == "replica: shutting down; send the request to another one"
@@ -75,7 +75,7 @@ async def test_an_engine_that_heeds_no_abort_is_left_behind(
     waiting = asyncio.ensure_future(refused(stub, request()))
     await eventually(lambda: engine.running)
     async with asyncio.timeout(2):
-        await servicer.requests.drain(0.05)
+        await servicer.generator.requests.drain(0.05)
         assert engine.running
         await server.stop(0)
         assert (await waiting)[0] is grpc.StatusCode.UNAVAILABLE

@@ -19,15 +19,17 @@ from common.errors import (
     WaitExpired,
 )
 from common.model_dir import BaseModel
+from common.rules import Rules
 from common.stream.content import Content
 from common.tasks import cancel
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport, EngineDead
+from rollout_svc.commits import Committed
+from rollout_svc.engine import BoundReport, EngineDead, Mismatch, MismatchReason
+from rollout_svc.pristine import PristineBase
 from rollout_svc.selector import Rule, Selector
-from rollout_svc.weights import Committed
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
-from tests.live import Commits
+from tests.live import Commits, admit
 from tests.receiving import REF
 from tests.whole_weights import make_weights, stage
 
@@ -36,6 +38,8 @@ BASE_RULE = Selector(Rule.BASE)
 FIRST, SECOND = make_weights(version=1), make_weights(version=2)
 ADAPTER = replace(REF, version=7)
 TRAINER = "trainer"
+MODEL = Path("tiny")
+"""Where the registry reads the base's weights."""
 
 
 class Stages:
@@ -64,7 +68,7 @@ async def bare(engine: FakeEngine) -> AsyncIterator[AdapterRegistry]:
     registry = AdapterRegistry(
         engine=engine,
         base=BaseModel("tiny", ""),
-        base_missing=True,
+        pristine=PristineBase(None),
         slots=3,
         keep_versions=2,
         slot_wait_seconds=0.2,
@@ -76,7 +80,7 @@ async def bare(engine: FakeEngine) -> AsyncIterator[AdapterRegistry]:
 
 async def serves(registry: AdapterRegistry, content: Content) -> bool:
     """Whether its own digest answers LATEST, and no LoRA slot is asked for."""
-    async with registry.admit(LATEST, wait_seconds=1) as live:
+    async with admit(registry, LATEST, wait_seconds=1) as live:
         return live is not None and live.ref == content.ref and live.lora is None
 
 
@@ -94,10 +98,10 @@ async def test_a_merged_version_takes_the_place_of_the_one_before(
     assert engine.weights == [put.path(FIRST), put.path(SECOND)]
     assert engine.loaded == {}
     with pytest.raises(AdapterNotFound, match="default@1 is not served"):
-        async with registry.admit(Selector(Rule.EXACT, "default", 1), wait_seconds=1):
+        async with admit(registry, Selector(Rule.EXACT, "default", 1), wait_seconds=1):
             pass
-    with pytest.raises(Incompatible, match="the base is no longer here: merged weights took"):
-        async with registry.admit(BASE_RULE, wait_seconds=1):
+    with pytest.raises(Incompatible, match="the base is not served: merged weights took"):
+        async with admit(registry, BASE_RULE, wait_seconds=1):
             pass
     await eventually(lambda: not put.path(FIRST).exists())
     assert put.path(SECOND).exists()
@@ -109,10 +113,10 @@ async def test_requests_end_on_the_weights_they_began_with(
     """Swap rule `finish`: the switch waits for those that run, and new ones wait for the switch."""
     await put(registry, FIRST)
     async with AsyncExitStack() as running:
-        live = await running.enter_async_context(registry.admit(LATEST, wait_seconds=1))
+        live = await running.enter_async_context(admit(registry, LATEST, wait_seconds=1))
         assert live is not None
         switch = asyncio.create_task(put(registry, SECOND))
-        await eventually(lambda: not registry.weights.open)
+        await eventually(lambda: not registry.uses.open)
         late = asyncio.create_task(serves(registry, SECOND))
         await asyncio.sleep(0.01)
         assert not (switch.done() or late.done())
@@ -125,12 +129,12 @@ async def test_a_switch_that_cannot_wait_longer_is_refused(
     registry: AdapterRegistry, engine: FakeEngine, put: Stages
 ) -> None:
     """faults.md 26, dynamo#8630: a refused update changes no listing."""
-    async with registry.admit(BASE_RULE, wait_seconds=1):
+    async with admit(registry, BASE_RULE, wait_seconds=1):
         with pytest.raises(Unavailable, match="1 requests still ran on the old weights"):
             await put(registry, FIRST)
         with pytest.raises(AdapterNotFound):
             await serves(registry, FIRST)
-        async with registry.admit(BASE_RULE, wait_seconds=1) as live:
+        async with admit(registry, BASE_RULE, wait_seconds=1) as live:
             assert live is None
     assert (registry.listing(), engine.weights) == ([], [])
     assert not put.path(FIRST).exists()
@@ -139,10 +143,9 @@ async def test_a_switch_that_cannot_wait_longer_is_refused(
 async def test_a_request_waits_for_a_switch_no_longer_than_its_deadline(
     registry: AdapterRegistry,
 ) -> None:
-    async with registry.weights.unused(wait_seconds=1):
-        with pytest.raises(WaitExpired):
-            async with registry.admit(BASE_RULE, wait_seconds=0.01):
-                pass
+    with registry.uses.closed(), pytest.raises(WaitExpired):
+        async with admit(registry, BASE_RULE, wait_seconds=0.01):
+            pass
 
 
 @pytest.mark.parametrize("has_older", [False, True])
@@ -156,7 +159,7 @@ async def test_after_a_failed_load_the_weights_from_before_are_loaded_again(
     with pytest.raises(Incompatible, match="the engine refused it: OSError: damaged"):
         await put(registry, SECOND)
 
-    before = put.path(FIRST) if has_older else None
+    before = put.path(FIRST) if has_older else MODEL
     assert engine.weights[-2:] == [put.path(SECOND), before]
     registry.weights.check_whole()
     assert registry.listing() == ([FIRST.ref] if has_older else [])
@@ -168,13 +171,13 @@ async def test_after_a_failed_load_the_weights_from_before_are_loaded_again(
 async def test_an_engine_left_without_weights_answers_nobody(
     registry: AdapterRegistry, engine: FakeEngine, put: Stages
 ) -> None:
-    engine.bad_weights = {put.path(FIRST), None}
+    engine.bad_weights = {put.path(FIRST), MODEL}
     with pytest.raises(Incompatible, match="damaged"):
         await put(registry, FIRST)
-    with pytest.raises(EngineDead, match="weights are incomplete; restart"):
+    with pytest.raises(EngineDead, match="weights are incomplete"):
         registry.weights.check_whole()
     with pytest.raises(WaitExpired):
-        async with registry.admit(BASE_RULE, wait_seconds=0.01):
+        async with admit(registry, BASE_RULE, wait_seconds=0.01):
             pass
 
 
@@ -183,7 +186,7 @@ async def test_tensors_without_a_parameter_are_refused_before_anything_changes(
 ) -> None:
     """faults.md 8, vllm#55193: refused, naming the tensors."""
     engine.weights_answers = [
-        BoundReport(stage=0, bound_modules=2, unbound=("model.layers.9.x",), error="")
+        BoundReport(0, 2, (Mismatch("model.layers.9.x", MismatchReason.NO_MODULE),), "")
     ]
     with pytest.raises(Incompatible, match=r"1 tensors found no module: model\.layers\.9\.x"):
         await put(registry, FIRST)
@@ -209,10 +212,10 @@ async def test_a_cancelled_switch_is_seen_through(
     """A stream that breaks while the engine loads leaves no half-replaced weights."""
     loading, may_load = asyncio.Event(), asyncio.Event()
 
-    async def load_weights(path: Path | None) -> list[BoundReport]:
+    async def load_weights(path: Path) -> list[BoundReport]:
         loading.set()
         await may_load.wait()
-        return [BoundReport(stage=0, bound_modules=0, unbound=(), error="")]
+        return [BoundReport(stage=0, bound_modules=0, mismatches=(), error="")]
 
     monkeypatch.setattr(FakeEngine, "load_weights", staticmethod(load_weights))
     switch = asyncio.create_task(put(registry, FIRST))
@@ -230,20 +233,40 @@ async def test_adapters_and_merged_weights_do_not_go_together(
     registry: AdapterRegistry, commit: Commits, put: Stages
 ) -> None:
     """faults.md 15, miles#1087: no adapter is applied on top of merged weights."""
-    await commit(ADAPTER)
-    with pytest.raises(Incompatible, match=r"kind: MERGED, but default@7 .* is served on the base"):
+    other = replace(ADAPTER, adapter="other")
+    await commit(other)
+    with pytest.raises(Incompatible, match=r"kind: MERGED, but other@7 .* is served, and merged"):
         await put(registry, FIRST)
-    assert registry.listing() == [ADAPTER]
+    assert registry.listing() == [other]
+
+
+async def test_an_adapter_changes_between_its_slot_and_the_engines_weights(
+    registry: AdapterRegistry, engine: FakeEngine, commit: Commits, put: Stages
+) -> None:
+    """faults.md 15, miles#1087: the slot is empty before weights are merged, and the base is back
+    before a slot is used."""
+    await commit(ADAPTER)
+    await put(registry, FIRST)
+    assert (registry.listing(), registry.weights.merged_from) == ([FIRST.ref], TRAINER)
+    await eventually(lambda: not engine.loaded)
+    newer = replace(ADAPTER, version=8)
+    await commit(newer)
+    assert (registry.listing(), registry.weights.merged_from) == ([newer], "")
+    assert engine.weights == [put.path(FIRST), MODEL]
+    async with admit(registry, BASE_RULE, wait_seconds=1) as live:
+        assert live is None
 
 
 async def test_merged_weights_are_one_trainers(
     registry: AdapterRegistry, commit: Commits, put: Stages
 ) -> None:
     await put(registry, FIRST)
-    with pytest.raises(Incompatible, match="merged weights from trainer and can hold one"):
+    with pytest.raises(
+        Incompatible, match=r"default@1 .* is served, and merged weights would replace it"
+    ):
         await put(registry, SECOND, source="another")
-    with pytest.raises(Incompatible, match="an adapter on top of them would count twice"):
-        await commit(ADAPTER)
+    with pytest.raises(Incompatible, match=r"default@1 .* is served as merged weights, alone"):
+        await commit(ADAPTER, source="another")
     with pytest.raises(Incompatible, match="has its base's weights; send none"):
         await put(registry, make_weights(kind=Kind.BASE))
     assert registry.listing() == [FIRST.ref]
@@ -257,22 +280,22 @@ async def test_a_replica_without_weights_takes_the_base_once_and_then_adapters(
     with pytest.raises(Incompatible, match="started without weights; send ADAPTER_KIND_BASE first"):
         await commit(ADAPTER)
     with pytest.raises(Incompatible, match="the base's have not come yet"):
-        async with bare.admit(BASE_RULE, wait_seconds=1):
+        async with admit(bare, BASE_RULE, wait_seconds=1):
             pass
     base = make_weights(kind=Kind.BASE)
     await put(bare, base)
 
     assert bare.listing() == []
     assert (bare.weights.missing, bare.weights.base.fingerprint) == (False, "base")
-    assert not put.path(base).exists()
-    async with bare.admit(BASE_RULE, wait_seconds=1) as live:
+    assert put.path(base).exists()  # what merges start from
+    async with admit(bare, BASE_RULE, wait_seconds=1) as live:
         assert live is None
     await commit(ADAPTER)
     assert bare.listing() == [ADAPTER]
     with pytest.raises(Incompatible, match="send none"):
-        await put(bare, base)
+        await put(bare, make_weights(kind=Kind.BASE, version=2))
     with pytest.raises(Incompatible, match=r"base_fingerprint: other, this replica serves base"):
-        bare.check_fits(Kind.LORA, "other", source=TRAINER)
+        bare.check_fits(ADAPTER, Kind.LORA, "other", rules=Rules(), source=TRAINER)
 
 
 async def test_a_base_that_cannot_be_loaded_leaves_the_replica_waiting(

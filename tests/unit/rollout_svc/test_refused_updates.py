@@ -16,7 +16,7 @@ from common.stream.frames import Event
 from common.stream.sender import Receiver
 from common.wire import crc32c, ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport, EngineAdapter
+from rollout_svc.engine import BoundReport, EngineAdapter, Mismatch, MismatchReason
 from rollout_svc.updates import UpdateApplier
 from tests.adapters import make_adapter, make_ref
 from tests.applying import REFUSED, apply_all, retire, update
@@ -24,7 +24,7 @@ from tests.fake_engine import FakeEngine
 from tests.fake_trainer import sent_events, update_events
 from tests.receiving import Reports
 
-UNBOUND = [BoundReport(0, 1, ("a.lora_A.weight (no module)",), "")]
+UNBOUND = [BoundReport(0, 1, (Mismatch("a.lora_A.weight", MismatchReason.NO_MODULE),), "")]
 
 
 def without_a_chunk(events: list[Event]) -> None:
@@ -174,7 +174,9 @@ async def test_a_load_that_fails_is_refused_by_stage_and_frees_its_slot(
 ) -> None:
     real = FakeEngine.load
 
-    async def load(self: FakeEngine, adapter: EngineAdapter) -> list[BoundReport]:
+    async def load(
+        self: FakeEngine, adapter: EngineAdapter, *, in_place: bool = False
+    ) -> list[BoundReport]:
         await real(self, adapter)
         raise Unavailable("engine: Call to refit_load method failed; retry later")
 

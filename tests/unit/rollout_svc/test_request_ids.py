@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from refit.v1 import rollout_pb2, rollout_pb2_grpc
 
+from common.rules import Rules, Swap
 from common.stream.content import Content
 from common.wire import ref_to_proto
 from rollout_svc.adapters import AdapterRegistry
@@ -68,7 +69,35 @@ async def test_a_request_sent_again_gets_the_answer_it_had(
     assert await answered(stub, asked) == expected
     assert await answered(stub, asked) == expected
     assert len(engine.salts) == 1
-    assert servicer.metrics.registry.get_sample_value("refit_rollout_tokens_total") == 6
+    assert servicer.generator.metrics.registry.get_sample_value("refit_rollout_tokens_total") == 6
+
+
+async def test_an_answer_that_went_on_under_a_newer_version_is_remembered_so(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+    registry: AdapterRegistry,
+    engine: FakeEngine,
+    tmp_path: Path,
+) -> None:
+    """faults.md 24: each token is still the version's that made it when the answer comes again."""
+    await registry.commit(CONTENT, tmp_path / "first", source="trainer")
+    newer = make_ref(MANIFEST, version=2)
+    content = Content.whole(newer, MANIFEST, BUFFER, rules=Rules(swap=Swap.CONTINUE))
+    engine.one_step = True
+    asked = request(adapter=LATEST, request_id="one", max_tokens=3)
+    call = aiter(stub.Generate(asked, timeout=5))
+    came = [await anext(call)]
+    await registry.commit(content, tmp_path / "second", source="trainer")
+    engine.one_step = False
+    engine.gate.set()
+    came += [message async for message in call]
+    assert [message.adapter.version for message in came] == [1, 2, 2]
+    again = await answered(stub, asked)
+    assert [(list(part.token_ids), part.adapter.version) for part in again] == [
+        ([65], 1),
+        ([66, 67], 2),
+    ]
+    assert [part.finish_reason for part in again] == [0, 2]
+    assert len(engine.generations) == 1
 
 
 async def test_the_id_of_an_ended_request_is_not_anothers(

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from common.adapter import AdapterRef
-from common.errors import Incompatible, Unavailable
+from common.errors import Incompatible, QueueFull
 from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import BoundReport
 from rollout_svc.selector import Rule, Selector
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
-from tests.live import BASE, Commits
+from tests.live import BASE, PRISTINE, Commits, admit
 
 LATEST = Selector(Rule.LATEST, "default")
 
@@ -63,7 +63,7 @@ async def test_a_refused_update_after_a_retire_leaves_the_old_version_serving(
     with pytest.raises(Incompatible):
         await commit(ref(2))
     assert registry.listing() == [ref(1)]
-    async with registry.admit(LATEST, wait_seconds=1) as live:
+    async with admit(registry, LATEST, wait_seconds=1) as live:
         assert live is not None
         assert live.ref == ref(1)
         assert sorted(engine.loaded) == [1]
@@ -77,17 +77,6 @@ async def test_another_adapters_commit_leaves_a_superseded_version(
     registry.retire(ref(1), source="trainer")
     await commit(other)
     assert registry.listing() == [ref(1), other]
-
-
-async def test_a_superseded_version_is_the_first_to_give_up_its_slot(
-    registry: AdapterRegistry, commit: Commits
-) -> None:
-    others = [named("a"), named("b")]
-    await commit(others[0])
-    await commit(ref(1))
-    registry.retire(ref(1), source="trainer")
-    await commit(others[1])
-    assert registry.listing() == others
 
 
 async def test_a_superseded_version_that_is_sent_again_counts_as_new(
@@ -116,7 +105,7 @@ async def test_two_trainers_keep_their_versions_apart(tmp_path: Path) -> None:
     """One trainer's versions neither push out the other's nor retire them."""
     engine = FakeEngine(slots=6)
     registry = AdapterRegistry(
-        engine=engine, base=BASE, slots=6, keep_versions=2, slot_wait_seconds=1
+        engine=engine, base=BASE, pristine=PRISTINE, slots=6, keep_versions=2, slot_wait_seconds=1
     )
     commit = Commits(registry, tmp_path)
     others = [ref(n, run_id="b") for n in (1, 2, 3)]
@@ -135,7 +124,7 @@ async def test_a_new_runs_first_version_leaves_the_old_ones_until_they_are_retir
 ) -> None:
     """A trainer sends the new version first, and then retires what its run does not have."""
     await commit(named("default", run_id="old"))
-    async with registry.admit(LATEST, wait_seconds=1) as pinned:
+    async with admit(registry, LATEST, wait_seconds=1) as pinned:
         assert pinned is not None
         await commit(named("other", run_id="new"))
         assert registry.listing() == [named("default", run_id="old"), named("other", run_id="new")]
@@ -157,22 +146,28 @@ async def test_an_old_runs_adapters_make_room_for_the_new_runs(
     assert registry.listing() == [old[1], named("c", run_id="new")]
 
 
-async def test_adapters_beyond_the_slots_are_refused_and_change_nothing(
+async def test_adapters_beyond_the_slots_change_places(
     registry: AdapterRegistry, engine: FakeEngine, commit: Commits
 ) -> None:
-    served = [named("a"), named("b")]
-    for version in served:
-        await commit(version)
-    with pytest.raises(Unavailable, match="max_loras: 3 slots, one of them for the next version"):
-        await commit(named("c"))
-    with pytest.raises(Unavailable, match="hold 2 other adapters"):
-        await commit(named("c", run_id="other"), source="another trainer")
-    assert registry.listing() == served
-    assert sorted(engine.loaded) == [1, 2]
-    assert [path.exists() for path in commit.paths] == [True, True, False, False]
-    newer = AdapterRef("run", "a", 2, b"2" * 32)
-    await commit(newer)
-    assert registry.listing() == [served[1], newer]
+    """The one that nobody has used for the longest makes room, and comes back when asked for."""
+    for name in "abcd":
+        await commit(named(name))
+    assert registry.listing() == [named(name) for name in "abcd"]
+    assert sorted(engine.loaded) == [2, 3, 4]
+    async with (
+        admit(registry, Selector(Rule.LATEST, "a"), wait_seconds=1),
+        admit(registry, Selector(Rule.LATEST, "d"), wait_seconds=1),
+    ):
+        assert sorted(engine.loaded) == [1, 4]
+        with pytest.raises(QueueFull, match="running requests used all 2 slots"):
+            async with admit(registry, Selector(Rule.LATEST, "b"), wait_seconds=0.01):
+                pass
+        await commit(named("e"))
+        assert sorted(engine.loaded) == [1, 4, 5]
+    async with admit(registry, Selector(Rule.LATEST, "b"), wait_seconds=1) as live:
+        assert live is not None
+        assert (live.ref, engine.loaded[2].path) == (named("b"), commit.paths[1])
+    assert [path.exists() for path in commit.paths] == [True] * 5
 
 
 async def test_an_alias_takes_no_slot_and_so_makes_nothing_go(
@@ -184,5 +179,5 @@ async def test_an_alias_takes_no_slot_and_so_makes_nothing_go(
     await registry.alias(alias, source="trainer")
     assert registry.listing() == [ref(1), ref(2), alias]
     await commit(ref(3))
-    assert registry.listing() == [alias, ref(3)]
-    await eventually(lambda: sorted(engine.loaded) == [1, 3])
+    assert registry.listing() == [ref(2), alias, ref(3)]
+    assert sorted(engine.loaded) == [1, 2, 3]

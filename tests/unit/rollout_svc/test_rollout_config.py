@@ -31,8 +31,8 @@ def test_the_staging_directory_is_the_users_own() -> None:
     ("overrides", "text"),
     [
         ({"modle": "m"}, "unknown key 'modle'; did you mean 'model'?"),
-        ({"model": "m", "max_loras": "1"}, "max_loras: found 1"),
-        ({"model": "m", "max_loras": "2", "keep_versions": "2"}, "keep_versions: 2 with max_loras"),
+        ({"model": "m", "max_loras": "1"}, "max_loras: 1; one slot must stay free"),
+        ({"model": "m", "max_loras": "0"}, "max_loras: 0 with merge = never"),
         ({"model": "m", "port": "70000"}, "port: found 70000"),
         ({"model": "m", "max_lora_rank": "17"}, "max_lora_rank: found 17; input should be 1, 8, "),
         (

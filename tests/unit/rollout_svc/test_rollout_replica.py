@@ -82,3 +82,30 @@ async def test_a_replica_that_is_stopped_before_it_began_ends(
 ) -> None:
     async with running(replica_at(trainers, staging, FakeEngine(slots=4))):
         pass
+
+
+async def test_an_engine_that_died_has_its_version_again_and_the_trainer_is_asked_for_more(
+    staging: Path,
+) -> None:
+    """faults.md 23, TRL#6797: what a dead engine could not take comes again."""
+    ref, trainer = trainer_of("one", seed=1)
+    manifest, buffer = make_adapter(seed=2)
+    newer = AdapterRef("one", "default", 2, manifest.digest())
+    trainer.later = [list(update_events(newer, manifest, buffer))]
+    engine = FakeEngine(slots=4)
+    async with serving(trainer) as address, running(replica_at([address], staging, engine)):
+        await eventually(lambda: len(trainer.reports) == 1)
+        engine.kill()
+        await eventually(lambda: len(trainer.reports) == 2)
+        assert not engine.dead
+        assert len(engine.loaded) == 2
+    assert [list(request.held) for request in trainer.subscriptions] == [[], [ref_to_proto(ref)]]
+    assert list(trainer.reports[1].held) == [ref_to_proto(ref), ref_to_proto(newer)]
+
+
+async def test_a_replica_that_is_stopped_while_its_engine_starts_ends(staging: Path) -> None:
+    engine = FakeEngine(slots=4)
+    async with running(replica_at([], staging, engine)):
+        engine.cannot_start = True
+        engine.kill()
+        await eventually(lambda: engine.starts)

@@ -15,7 +15,7 @@ from rollout_svc.adapters import AdapterRegistry
 from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
-from tests.generating import BASE, LATEST, answered, refused, request
+from tests.generating import BASE, LATEST, answered, failed, refused, request, sampled
 
 MANIFEST, BUFFER = make_adapter()
 REF = make_ref(MANIFEST)
@@ -35,7 +35,9 @@ async def test_every_message_names_the_weights_and_the_first_one_the_prompt(
     assert [message.adapter for message in answer] == [ref_to_proto(REF)] * 3
     assert [list(message.prompt_token_ids) for message in answer] == [[65, 66, 67], [], []]
     assert [message.finish_reason for message in answer] == [0, 0, 2]
-    assert engine.salts == [REF.digest.hex()]
+    assert [salt.rpartition("-")[0] for salt in engine.salts] == [
+        f"default@1-{REF.digest.hex()[:16]}"
+    ]
 
 
 async def test_the_base_model_is_named_by_no_adapter(
@@ -134,12 +136,93 @@ async def test_no_more_requests_are_taken_than_fit(
     engine.gate.clear()
     running = [asyncio.ensure_future(answered(stub, request())) for _ in range(4)]
     await eventually(lambda: len(engine.running) == 4)
-    code, text = await refused(stub, request())
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert text.startswith("max_requests: 4 requests are running and waiting")
+    error = await failed(stub, request())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (error.details() or "").startswith("max_requests: 4 requests are running and waiting")
+    assert ("grpc-retry-pushback-ms", "1000") in tuple(error.trailing_metadata())
     engine.gate.set()
     assert [len(answer) for answer in await asyncio.gather(*running)] == [3] * 4
     assert len(await answered(stub, request())) == 3
+
+
+async def test_other_refusals_name_no_time_to_come_again(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+) -> None:
+    error = await failed(stub, request(max_tokens=0))
+    assert "grpc-retry-pushback-ms" not in dict(error.trailing_metadata())
+
+
+async def test_with_final_only_each_completion_comes_once(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    asked = request(n=2, final_only=True, top_logprobs=1, prompt_logprobs=0)
+    first, second = await answered(stub, asked)
+    assert [first.index, second.index] == [0, 1]
+    assert [list(first.token_ids), list(second.token_ids)] == [[65, 66, 67], [66, 67, 65]]
+    assert (first.text, second.text) == ("ABC", "BCA")
+    assert [first.finish_reason, second.finish_reason] == [2, 2]
+    assert [list(top.token_ids) for top in first.top_logprobs] == [[0]] * 3
+    assert (list(first.prompt_token_ids), list(second.prompt_token_ids)) == ([65, 66, 67], [])
+    assert (list(first.prompt_logprobs), list(second.prompt_logprobs)) == ([-0.5, -0.5], [])
+    assert engine.generations[0].final_only
+
+
+async def test_an_abort_shows_what_a_final_only_completion_has(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    engine.one_step = True
+    asked = request(final_only=True, request_id="one", max_tokens=9)
+    running = asyncio.ensure_future(answered(stub, asked))
+    await eventually(lambda: engine.running and not engine.gate.is_set())
+    await engine.abort("one")
+    (message,) = await running
+    assert (list(message.token_ids), message.finish_reason) == ([65], 3)
+
+
+async def test_likely_tokens_and_the_prompts_scores_come_as_asked(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+) -> None:
+    """The prompt's with the first message; one fewer than it has tokens."""
+    answer = await answered(stub, request(max_tokens=2, top_logprobs=2, prompt_logprobs=1))
+    assert [
+        [(list(top.token_ids), list(top.logprobs)) for top in message.top_logprobs]
+        for message in answer
+    ] == [[([0, 1], [-0.5, -1.5])]] * 2
+    assert [list(message.prompt_logprobs) for message in answer] == [[-0.5, -0.5], []]
+    assert [len(message.prompt_top_logprobs) for message in answer] == [2, 0]
+    assert list(answer[0].prompt_top_logprobs[0].token_ids) == [0]
+
+
+async def test_a_prompt_alone_is_scored_in_one_message(
+    stub: rollout_pb2_grpc.RolloutServiceStub,
+) -> None:
+    (message,) = await answered(stub, request(max_tokens=0, prompt_logprobs=0))
+    assert list(message.prompt_logprobs) == [-0.5, -0.5]
+    assert (list(message.token_ids), message.finish_reason) == ([], 2)
+    assert list(message.prompt_token_ids) == [65, 66, 67]
+
+
+async def test_an_unknown_field_is_refused(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
+    """faults.md 10: an unknown knob is an error, not dropped."""
+    asked = request()
+    asked.sampling.MergeFromString(b"\xc0\x3e\x01")
+    code, text = await refused(stub, asked)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text.startswith("SamplingParams: this replica knows no field of number 1000")
+
+
+async def test_an_engine_that_dies_leaves_no_caller_waiting(
+    stub: rollout_pb2_grpc.RolloutServiceStub, engine: FakeEngine
+) -> None:
+    """faults.md 23: requests of a dead engine are told at once, and can go elsewhere."""
+    engine.one_step = True
+    call = aiter(stub.Generate(request(max_tokens=9), timeout=5))
+    assert sampled([await anext(call)]) == [65]
+    engine.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await refused(stub, request()))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_cancelling_a_call_ends_it_in_the_engine_and_drops_the_pin(

@@ -21,6 +21,7 @@ from tests.adapters import make_adapter, make_ref
 from tests.applying import REFUSED, apply_all, retire, update
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import sent_events, update_events
+from tests.live import admit
 from tests.receiving import WHOLE, Reports, next_version
 
 COMMITTED = adapter_pb2.OUTCOME_COMMITTED
@@ -53,7 +54,7 @@ async def test_the_report_follows_the_commit(
 
 
 async def served(registry: AdapterRegistry, selector: Selector) -> AdapterRef:
-    async with registry.admit(selector, wait_seconds=5) as live:
+    async with admit(registry, selector, wait_seconds=5) as live:
         assert live is not None
         return live.ref
 

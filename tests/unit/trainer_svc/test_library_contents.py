@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 
-from common.adapter import Dtype, LoraConfig
+from common.adapter import Dtype, Layout, LoraConfig
 from common.errors import ConfigError, StagingFull
 from trainer_svc.library.contents import read_contents
 
@@ -161,6 +161,29 @@ def test_rslora_is_kept() -> None:
     assert read_contents(state_dict(), config).lora.use_rslora
 
 
+def test_dora_goes_out_where_replicas_may_merge_it() -> None:
+    """A real PEFT model's, by both of its namings."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    base = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 6, bias=False)})
+    model = peft.get_peft_model(base, config)
+    tensors = peft.get_peft_model_state_dict(model)
+    named = {name: t for name, t in model.state_dict().items() if "lora_" in name}
+    assert sorted(named) != sorted(tensors)
+
+    contents = read_contents(tensors, config, dora=True)
+    assert contents.lora.use_dora
+    assert {spec.name: (spec.layout, spec.shape) for spec in contents.specs} == {
+        "base_model.model.q_proj.lora_A.weight": (Layout.LORA_A, (2, 8)),
+        "base_model.model.q_proj.lora_B.weight": (Layout.LORA_B, (6, 2)),
+        "base_model.model.q_proj.lora_magnitude_vector": (Layout.MAGNITUDE, (6,)),
+    }
+    assert read_contents(named, config, dora=True).specs == contents.specs
+    del tensors["base_model.model.q_proj.lora_magnitude_vector"]
+    with pytest.raises(ConfigError, match="lora_magnitude_vector"):
+        read_contents(tensors, config, dora=True)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -188,7 +211,8 @@ def test_a_configuration_that_cannot_be_served_is_refused(config: object, expect
     ("more", "expected"),
     [
         ({"lm_head.weight": torch.zeros(2, 2)}, "'lm_head.weight' is no LoRA factor"),
-        ({f"{_PREFIX}.q_proj.lora_magnitude_vector": torch.zeros(8)}, "is no LoRA factor"),
+        ({f"{_PREFIX}.q_proj.lora_magnitude_vector": torch.zeros(8)}, "use_dora is not set"),
+        ({f"{_PREFIX}.q_proj.lora_E": torch.zeros(8)}, "is no LoRA factor"),
         ({f"{_PREFIX}.q_proj.lora_B.bias": torch.zeros(8)}, "is no LoRA factor"),
         ({"wte.lora_embedding_A": torch.zeros(2, 8)}, "is no LoRA factor"),
         ({f"{_PREFIX}.q_proj.lora_A.old.weight": torch.zeros(2, 8)}, "are two adapters'"),

@@ -24,6 +24,7 @@ from common.errors import (
     InvalidField,
     WaitExpired,
 )
+from common.rules import Merge, Rules, Swap
 from tests.fake_replica import SECONDS, FakeReplica
 from tests.open_files import open_files
 from trainer_svc.config import ServerSettings
@@ -91,7 +92,8 @@ def test_completions_come_from_the_fleet_in_the_order_of_the_prompts(
 
     def completion(*token_ids: int) -> Completion:
         logprobs = (*(-0.5 for _ in token_ids[1:]), -2.0)
-        return Completion(token_ids, logprobs, "a", version=2, finish_reason="length")
+        made_by = ((2, len(token_ids)),)
+        return Completion(token_ids, logprobs, "a", versions=made_by, finish_reason="length")
 
     assert groups == [
         [completion(5, 6, 0), completion(5, 6, 1)],
@@ -108,6 +110,7 @@ def test_completions_come_from_the_fleet_in_the_order_of_the_prompts(
         max_tokens=4, temperature=0.5, top_k=3, seed=1, stop=["x"]
     )
     assert len({request.request_id for request in replica.requests}) == 2
+    assert groups[0][0].version == 2
 
 
 def test_many_threads_publish_wait_and_generate_at_once(
@@ -146,6 +149,33 @@ def test_adapters_count_by_themselves(publisher: AdapterPublisher, model: Path) 
             publisher.wait(version, timeout_seconds=SECONDS)
         [[answer]] = publisher.generate([[1]], max_tokens=1, adapter="old", timeout_seconds=SECONDS)
     assert answer.version == 1
+
+
+def test_rules_go_with_the_version_that_they_are_given_for(
+    publisher: AdapterPublisher, model: Path
+) -> None:
+    with FakeReplica(publisher.address, model) as replica:
+        for number, given in enumerate([{}, {"swap": "finish"}, {"merge": "never"}, {}]):
+            version = publisher.publish(arrays(number), CONFIG, **given)  # type: ignore[arg-type]
+            publisher.wait(version, timeout_seconds=SECONDS)
+    assert replica.rules == {
+        ("default", 1): Rules(),
+        ("default", 2): Rules(swap=Swap.FINISH),
+        ("default", 3): Rules(merge=Merge.NEVER),
+        ("default", 4): Rules(),
+    }
+
+
+def test_replicas_that_cannot_follow_are_refused_by_every_reason(
+    publisher: AdapterPublisher, model: Path
+) -> None:
+    version = publisher.publish(arrays(0), CONFIG, swap="abort", merge="rollout")
+    why = (
+        r"127\.0\.0\.1:\d+: refused \(capabilities\.swap_rules: the run asks for .*; "
+        r"capabilities\.merging: the replica cannot sum .*\)"
+    )
+    with FakeReplica(publisher.address, model), pytest.raises(WaitExpired, match=why):
+        publisher.wait(version, timeout_seconds=1)
 
 
 _NOBODY_CAME = (
@@ -220,6 +250,9 @@ def test_a_wrong_argument_is_named_and_never_reaches_the_server(
         publisher.wait(version, replicas=0)
     with pytest.raises(ConfigError, match=r"^timeout_seconds: found nan; give a finite number$"):
         publisher.wait(version, timeout_seconds=float("nan"))
+    for key, words in (("swap", "finish, abort or continue"), ("merge", "never or rollout")):
+        with pytest.raises(ConfigError, match=f"^{key}: found 'x'; give replica, {words}$"):
+            publisher.publish(arrays(0), CONFIG, **{key: "x"})  # type: ignore[arg-type]
     for name in ("", "\udc80", 5, None):
         with pytest.raises(ConfigError, match=f"^adapter: found {re.escape(repr(name))} of type "):
             publisher.publish(arrays(0), CONFIG, adapter=name)  # type: ignore[arg-type]

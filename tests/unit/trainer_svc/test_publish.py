@@ -8,22 +8,27 @@ import logging
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from common.adapter import Dtype, Layout, Manifest, TensorEntry, TensorSpec, plan, seal
 from common.errors import ConfigError
 from common.model_dir import BaseModel
 from common.peft_dir import CONFIG_FILE, WEIGHTS_FILE, write_peft_dir
+from common.rules import Merge, Rules, Swap
 from common.tasks import cancel
 from tests.adapters import make_adapter
 from tests.eventually import eventually
 from trainer_svc import publish
 from trainer_svc.config import ServerSettings
 from trainer_svc.control import RunControl
+from trainer_svc.fleet.admission import Needed
 from trainer_svc.node import Node, serve_node
 from trainer_svc.publish import DirectoryFeed
 
+_Q_PROJ, _K_PROJ = (f"base_model.model.model.layers.0.self_attn.{name}_proj" for name in ("q", "k"))
 _SEVERAL_RESCANS = 0.4
 """Seconds; a rescan is due every 0.1."""
 
@@ -114,6 +119,38 @@ async def test_what_replicas_cannot_serve_is_refused_by_its_key(
     with pytest.raises(ConfigError, match=f"{CONFIG_FILE}: {key} = .* cannot be served; remove it"):
         await feed.publish(root / "one")
     assert _published(node) == []
+
+
+@pytest.mark.parametrize("merge", [None, Merge.ROLLOUT, Merge.NEVER])
+async def test_dora_is_published_where_replicas_may_merge_it(
+    root: Path, node: Node, merge: Merge | None
+) -> None:
+    rules = Rules(Swap.ABORT, merge)
+    feed = DirectoryFeed(root, node, adapter="a", rules=rules)
+    manifest, _ = make_adapter()
+    assert manifest.lora is not None
+    lora = replace(manifest.lora, use_dora=True)
+    magnitudes = [
+        TensorEntry(f"{_Q_PROJ}.lora_magnitude_vector", Dtype.FLOAT32, (8,), Layout.MAGNITUDE),
+        TensorEntry(f"{_K_PROJ}.lora_magnitude_vector", Dtype.FLOAT32, (4,), Layout.MAGNITUDE),
+    ]
+    specs = plan([*map(_entry, manifest.tensors), *magnitudes])
+    buffer = memoryview(bytes(Manifest("base", lora, specs).total_bytes))
+    write_peft_dir(root / "one", Manifest("base", lora, seal(specs, buffer)), buffer)
+    if merge is Merge.NEVER:
+        with pytest.raises(ConfigError, match="use_dora = True cannot be served"):
+            await feed.publish(root / "one")
+        return
+    await feed.publish(root / "one")
+    newest = node.publisher.store.newest("a")
+    assert newest is not None
+    assert newest.rules == rules
+    assert Layout.MAGNITUDE in {tensor.layout for tensor in newest.manifest.tensors}
+    assert node.fleet.members.needed == Needed(newest.manifest, rules)
+
+
+def _entry(spec: TensorSpec) -> TensorEntry:
+    return TensorEntry(spec.name, spec.dtype, spec.shape, spec.layout, alias_of=spec.alias_of)
 
 
 async def test_the_same_content_again_is_no_new_version(root: Path, node: Node) -> None:

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from refit.v1 import adapter_pb2
 
 from common.adapter import AdapterRef
 from common.errors import Unavailable
-from common.wire import ref_from_proto
+from common.rules import Merge, Rules, Swap
+from common.wire import ManifestReader, ref_from_proto
 from tests.adapters import make_adapter
 from tests.large_adapters import make_large, receive, stepped
 from tests.publishing import PACE, kind, subscribed
@@ -120,6 +122,24 @@ async def test_bytes_held_under_another_name_are_an_alias(publisher: Publisher) 
 
     assert ref_from_proto((await anext(events)).alias.ref) == alias
     assert kind(await anext(events)) == "heartbeat"
+
+
+async def test_bytes_held_by_another_rule_of_merging_are_an_update(publisher: Publisher) -> None:
+    """An alias would leave them where they are; of the bytes themselves none is sent again."""
+    held = _publish(publisher, 1)
+    subscription = Subscription(
+        held=frozenset({held}), encodings=frozenset({adapter_pb2.ENCODING_HELD})
+    )
+    events = await subscribed(publisher, subscription)
+    rules = Rules(Swap.CONTINUE, Merge.ROLLOUT)
+    ref = publisher.publish("default", *make_adapter(seed=1), version=2, rules=rules)
+    reader = ManifestReader((await anext(events)).manifest)
+    assert (reader.ref, reader.rules) == (ref, rules)
+    assert (await anext(events)).chunk.encoding == adapter_pb2.ENCODING_HELD
+    assert ref_from_proto((await anext(events)).commit.ref) == ref
+    publisher.holds(subscription, [ref])
+    alias = publisher.publish("old", *make_adapter(seed=1), version=1, rules=rules)
+    assert ref_from_proto((await anext(events)).alias.ref) == alias
 
 
 async def test_once_the_bytes_are_gone_they_are_sent_again(publisher: Publisher) -> None:

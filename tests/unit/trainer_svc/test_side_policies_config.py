@@ -27,7 +27,21 @@ def test_a_run_publishes_its_policy_alone_unless_told() -> None:
     ("rl", "top", "message"),
     [
         ({"publish_reference": True}, {"merge": "trainer"}, "serves one policy"),
-        ({}, {"lora": {"type": "dora"}}, "dora, which no replica serves .* merge = trainer"),
+        (
+            {"publish_reference": True, "old_policy": {}},
+            {"merge": "rollout"},
+            "merge: rollout, with old and reference published; .* serves one policy",
+        ),
+        (
+            {},
+            {"lora": {"type": "dora"}, "merge": "never"},
+            "dora, which no LoRA slot serves; set merge = rollout or trainer",
+        ),
+        (
+            {"publish_reference": True},
+            {"lora": {"type": "dora"}},
+            "dora, with reference published, which no LoRA slot serves; .* the policy alone",
+        ),
         ({"old_policy": {}}, {"adapter": "old"}, "rename the policy"),
         ({}, {"train": {"kl_to": "old"}}, "set rl.old_policy"),
         ({"old_policy": {"decay": 1.5}}, {}, "less than or equal to 1"),

@@ -6,6 +6,7 @@ import pytest
 
 from common.adapter import BASE_NAME, AdapterRef, Canary, CanarySequence
 from common.errors import AdapterNotFound, AlreadyExists, InvalidField
+from common.rules import Merge, Rules, Swap
 from tests.adapters import make_adapter
 from trainer_svc.store import VersionStore
 
@@ -105,6 +106,16 @@ def test_a_canary_belongs_to_its_version() -> None:
     store.add("old", *make_adapter(), version=1)
 
     assert [c and c.canary for c in map(store.newest, ("default", "old"))] == [canary, None]
+
+
+def test_rules_belong_to_their_version() -> None:
+    """Equal bytes are kept once, and may be served by other rules."""
+    store = VersionStore("run", keep=2)
+    rules = Rules(Swap.ABORT, Merge.ROLLOUT)
+    store.add("default", *make_adapter(), version=1)
+    store.add("default", *make_adapter(), version=2, rules=rules)
+
+    assert [found and found.rules for found in map(store.find, store.refs())] == [Rules(), rules]
 
 
 @pytest.mark.parametrize("adapter", ["", "a" * 257, "\ud800", BASE_NAME])

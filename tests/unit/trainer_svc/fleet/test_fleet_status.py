@@ -85,7 +85,7 @@ async def test_a_replica_is_shown_with_what_it_said(run: Run) -> None:
 async def test_metrics_count_every_state_and_the_prompts(run: Run) -> None:
     ref = run.publish(1)
     registry = CollectorRegistry()
-    registry.register(FleetCollector(run.fleet))
+    registry.register(FleetCollector(run.fleet, run.publisher))
     with contextlib.ExitStack() as stack:
         for name in ("r1", "r2"):
             held = subscription_request(name, held=[ref])
@@ -108,3 +108,23 @@ async def test_metrics_count_every_state_and_the_prompts(run: Run) -> None:
         "quarantined": 0,
     }
     assert prompts == 4
+
+
+async def test_metrics_show_the_newest_version_and_the_slowest_replica(run: Run) -> None:
+    """faults.md 5, ART#661: a fleet that stays behind is seen. Labels are names, never versions."""
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(run.fleet, run.publisher))
+    first = run.publish(1)
+    second = run.publish(2)
+    run.publish(7, adapter="other")
+
+    def found(name: str, adapter: str) -> float | None:
+        return registry.get_sample_value(f"refit_trainer_{name}", {"adapter": adapter})
+
+    with (
+        run.fleet.members.joined(subscription_request("r1", held=[first])),
+        run.fleet.members.joined(subscription_request("r2", held=[second])),
+    ):
+        assert [found("adapter_version", name) for name in ("default", "other")] == [2, 7]
+        assert [found("replica_versions_behind", name) for name in ("default", "other")] == [1, 7]
+    assert found("replica_versions_behind", "default") == 0

@@ -9,7 +9,13 @@ import grpc
 import pytest
 from refit.v1 import adapter_pb2
 
-from common.errors import AlreadyExists, InvalidField, ReplicaNotFound, Unavailable
+from common.errors import (
+    AlreadyExists,
+    Incompatible,
+    InvalidField,
+    ReplicaNotFound,
+    Unavailable,
+)
 from common.model_dir import BaseModel
 from common.stream.sender import Pace
 from tests.eventually import eventually
@@ -37,6 +43,25 @@ async def test_before_the_first_adapter_a_subscriber_is_asked_to_come_again(run:
         assert run.fleet.replicas == [replica]
     assert run.fleet.replicas == []
     assert _lost(run) == [("r1", "its subscription ended")]
+
+
+async def test_a_replica_that_merges_is_refused_where_it_would_get_several_adapters(
+    run: Run,
+) -> None:
+    """What the run has published counts, beside what it says that it will publish."""
+    request = subscription_request()
+    request.capabilities.merge = adapter_pb2.MERGE_RULE_ROLLOUT
+    request.capabilities.merging.target_modules.extend(["q_proj", "k_proj"])
+    run.publish(1)
+    with run.fleet.members.joined(request):
+        pass
+    run.publish(2, adapter="task")
+    with (
+        pytest.raises(Incompatible, match="serves one, the run publishes default, task"),
+        run.fleet.members.joined(request),
+    ):
+        pass
+    assert list(run.fleet.members.refused) == ["r1:1"]
 
 
 async def test_an_id_that_another_address_uses_is_refused(run: Run) -> None:

@@ -17,6 +17,7 @@ from tests.large_adapters import make_large
 from tests.subscriptions import Run, committed, refused, subscription_request
 from tests.whole_weights import make_weights
 from trainer_svc.base_weights import BaseWeights
+from trainer_svc.fleet.status import fleet_status
 
 
 async def test_no_prompt_before_the_report(run: Run) -> None:
@@ -181,6 +182,55 @@ async def test_a_long_reason_is_cut(run: Run) -> None:
         run.fleet.report(report)
         assert replica.refusal is not None
         assert replica.refusal.reason == "a" * 1024
+
+
+def _mismatch(number: int, detail: str = "") -> adapter_pb2.TensorMismatch:
+    reason = adapter_pb2.MISMATCH_REASON_NO_MODULE
+    return adapter_pb2.TensorMismatch(tensor=f"layers.{number}.x", reason=reason, detail=detail)
+
+
+@pytest.mark.parametrize(
+    ("reason", "count", "expected"),
+    [
+        ("no room", 0, "no room"),
+        ("no room", 1, "no room; no place for layers.0.x (is (8, 2), not (4, 2))"),
+        ("layers.0.x is odd", 1, "layers.0.x is odd"),
+        (
+            "layers.0.x is odd",
+            5,
+            "layers.0.x is odd; no place for layers.1.x (MISMATCH_REASON_NO_MODULE), layers.2.x "
+            "(MISMATCH_REASON_NO_MODULE), layers.3.x (MISMATCH_REASON_NO_MODULE) and 1 more",
+        ),
+    ],
+)
+async def test_a_refusal_names_the_tensors_without_a_place(
+    run: Run, reason: str, count: int, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """faults.md 8, vllm#55193: where the fleet is looked at, and not on the replica alone."""
+    ref = run.publish(1)
+    report = refused("r1", ref)
+    report.reason = reason
+    report.mismatches.extend(
+        _mismatch(number, "" if number else "is (8, 2), not (4, 2)") for number in range(count)
+    )
+    with run.fleet.members.joined(subscription_request()) as replica:
+        run.fleet.report(report)
+        assert replica.refusal is not None
+        assert replica.refusal.reason == expected
+        (status,) = fleet_status(run.fleet)
+        assert status.refusal == expected
+    assert any(record.getMessage().endswith(f": {expected}") for record in caplog.records)
+
+
+async def test_a_mismatch_of_a_reason_that_is_not_known_yet_is_named(run: Run) -> None:
+    ref = run.publish(1)
+    report = refused("r1", ref)
+    report.mismatches.append(_mismatch(0))
+    report.mismatches[0].reason = 99  # type: ignore[assignment]
+    with run.fleet.members.joined(subscription_request()) as replica:
+        run.fleet.report(report)
+        assert replica.refusal is not None
+        assert replica.refusal.reason.endswith("layers.0.x (for a reason unknown here)")
 
 
 async def test_a_base_that_was_committed_is_no_version(run: Run, tmp_path: Path) -> None:

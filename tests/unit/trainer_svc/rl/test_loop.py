@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from refit.v1 import rollout_pb2
 
 from common.errors import WorkerLost
-from tests.rl_bench import Bench, Ranks
+from common.grpc_server import Context
+from common.rules import Merge, Rules, Swap
+from common.wire import ref_to_proto
+from tests.eventually import eventually
+from tests.rl_bench import Bench, Ranks, Servicer
 from trainer_svc.megatron.protocol import Sample
 
 
@@ -172,3 +178,72 @@ async def test_old_checkpoints_go_when_a_new_one_is_saved(tmp_path: Path) -> Non
 
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-000004", "step-000005"]
+
+
+class Aborting(Servicer):
+    """Has one token of what is generated ahead when the next version comes, and cuts it off."""
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        ahead = request.request_id.split("-")[1] != "1"
+        if not ahead or request.prefix_token_ids:
+            async for part in super().Generate(request, context):
+                yield part
+            return
+        self.requests.append(request.request_id.split("-", 1)[1])
+        (ref,) = self.replica.committed.values()
+        for index in range(request.n):
+            yield rollout_pb2.GenerateResponse(
+                index=index, token_ids=[7], logprobs=[-ref.version], adapter=ref_to_proto(ref)
+            )
+        await eventually(lambda: ref not in self.replica.committed.values())
+        for index in range(request.n):
+            yield rollout_pb2.GenerateResponse(
+                index=index,
+                adapter=ref_to_proto(ref),
+                finish_reason=rollout_pb2.FINISH_REASON_ABORT,
+            )
+
+
+async def test_a_fleet_that_serves_the_newest_version_alone_trains_every_step(
+    tmp_path: Path,
+) -> None:
+    """`merge = rollout` with `swap = abort`: what was begun on the version before ends on the next.
+
+    Steps 2 and 3 are half generated when the weights change; the oldest token counts.
+    """
+
+    def commits(replica: str, version: int) -> bool:
+        bench.fleet.replicas[0].committed.clear()
+        return True
+
+    async def begun(step: int) -> None:
+        groups = {f"{step + 1}-{index}" for index in (0, 1)} if step < 3 else set()
+        (servicer,) = bench.servicers
+        await eventually(lambda: groups <= {name.split("-v")[0] for name in servicer.requests})
+
+    bench = Bench(
+        tmp_path,
+        ranks=Ranks(begun),
+        commits=commits,
+        make_servicer=Aborting,
+        top={"merge": "rollout", "swap": "abort"},
+    )
+    run = await bench.run(steps=3, async_steps=1, max_staleness=1)
+
+    assert run.column("samples") == [4, 4, 4]
+    assert run.column("samples_resumed") == run.column("samples_mixed") == [0, 4, 4]
+    assert run.column("staleness") == [{"0": 4}, {"1": 4}, {"1": 4}]
+    assert run.column("completion_tokens_mean") == [1, 2, 2]
+    assert run.trained == [[1] * 4, [1] * 4, [2] * 4]
+
+
+async def test_rules_go_with_every_version_and_to_who_joins(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, top={"merge": "never", "swap": "continue"})
+    run = await bench.run(sides=("old",), steps=1, old_policy={})
+
+    rules = Rules(Swap.CONTINUE, Merge.NEVER)
+    assert run.publisher.sides == [("old", 1), ("old", 2)]
+    assert run.publisher.rules == [rules] * 4
+    assert bench.fleet.required == (rules, frozenset({"default", "old"}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,13 +23,12 @@ from common.errors import (
     Unauthenticated,
     WaitExpired,
 )
-from common.grpc_server import Context
-from common.wire import ref_to_proto
 from tests.eventually import eventually
 from tests.fake_fleet import FakeFleet, fake_fleet
-from tests.group_replica import ABORT, OLD, REF, STOP, Replica, Response
+from tests.group_replica import OLD, REF, STOP, Replica
 from trainer_svc.fleet import Fleet
-from trainer_svc.rl.sampler import Answer, Completion, Sampler
+from trainer_svc.rl.completion import Completion
+from trainer_svc.rl.sampler import Answer, Sampler
 
 
 class Unimplemented(RefitError):
@@ -38,8 +36,8 @@ class Unimplemented(RefitError):
 
 
 WHOLE = [
-    Completion([0, 9], [-1.0, -0.5], "ab", 3, STOP),
-    Completion([1, 9], [-2.0, -0.5], "ab", 3, STOP),
+    Completion([0, 9], [-1.0, -0.5], "ab", [(3, 2)], STOP),
+    Completion([1, 9], [-2.0, -0.5], "ab", [(3, 2)], STOP),
 ]
 
 
@@ -90,7 +88,6 @@ async def test_a_group_is_put_together_by_index() -> None:
         ({"hangs": True}, "failed: DEADLINE_EXCEEDED"),
         ({"error": QueueFull("full")}, None),
         ({"error": AlreadyExists("running")}, None),
-        ({"ends": (STOP, ABORT)}, None),
     ],
 )
 async def test_a_group_that_breaks_is_sampled_elsewhere_and_counted_once(
@@ -98,7 +95,7 @@ async def test_a_group_that_breaks_is_sampled_elsewhere_and_counted_once(
 ) -> None:
     """faults.md 24, SkyRL#2035: every try has one id, and nothing of the broken answer is kept.
 
-    A full queue, an earlier try that still runs and a drained replica's part are nobody's fault.
+    A full queue and an earlier try that still runs are nobody's fault.
     """
     bad, whole = Replica(**broken), Replica()
     async with fake_fleet(bad, whole, held=REF) as fleet:
@@ -205,23 +202,6 @@ async def test_a_replica_that_leaves_in_the_middle_costs_no_more_than_its_answer
         ("failed: it left while it was answering", "r0"),
         ("answered", "r1"),
     ]
-
-
-async def test_a_sample_is_as_old_as_its_oldest_token() -> None:
-    class Swapping(Replica):
-        async def Generate(
-            self, request: rollout_pb2.GenerateRequest, context: Context
-        ) -> AsyncIterator[Response]:
-            for index in (0, 1):
-                for ref, reason in ((OLD, None), (REF, STOP)):
-                    yield Response(
-                        index=index, token_ids=[1], adapter=ref_to_proto(ref), finish_reason=reason
-                    )
-
-    async with fake_fleet(Swapping(), held=REF) as fleet:
-        answer = await _sampler(fleet).group([5], request_id="x", version=2, timeout_seconds=5)
-
-    assert [completion.version for completion in answer.completions] == [2, 2]
 
 
 async def test_a_late_group_is_hedged_and_the_loser_is_cancelled() -> None:

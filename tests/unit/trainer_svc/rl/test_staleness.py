@@ -6,8 +6,8 @@ import pytest
 
 from common.config import validate_config
 from common.errors import ConfigError
-from trainer_svc.config import RlSettings
 from trainer_svc.metrics import StepGauges
+from trainer_svc.rl.settings import RlSettings
 from trainer_svc.rl.staleness import StalenessBound, describe_staleness
 
 
