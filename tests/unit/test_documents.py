@@ -20,7 +20,7 @@ def _blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/training.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/training.md", "docs/openai.md"])
 def test_a_configuration_is_accepted(document: str) -> None:
     blocks = [tomllib.loads(block) for block in _blocks(document, "toml")]
     assert blocks
