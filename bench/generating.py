@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,3 @@ class PlainVllm:
                     pass
 
         await asyncio.gather(*map(one, load.prompts))
-
-
-@contextmanager
-def plain_vllm(model: Path, **settings: Any) -> Iterator[PlainVllm]:
-    """Its processes end with the block."""
-    plain = PlainVllm(model, **settings)
-    try:
-        yield plain
-    finally:
-        plain.llm.shutdown()

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.generating import Ids, Load, PlainVllm, generate, plain_vllm
+from bench.generating import Ids, Load, PlainVllm, generate
 from bench.report import Goal, Report, Row, arguments
 from bench.worker import prepare_model
 from common.rules import Merge
@@ -30,6 +30,9 @@ T = TypeVar("T")
 _SEED = 0
 _RANK: Final = 16
 _ALPHA = 2
+_OURS = {"hf_overrides": {"head_dtype": "float32"}, "logprobs_mode": "processed_logprobs"}
+"""What the service asks of vLLM, so that the same is computed."""
+
 _SCORED = 4
 """Sequences whose log-probabilities are compared."""
 
@@ -49,12 +52,8 @@ class Setting:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """vLLM's arguments, the same for all; the last four are the service's own defaults."""
-        return {
-            "dtype": self.dtype,
-            "max_model_len": 512,
-            "max_num_seqs": 64,
-        }
+        """vLLM's arguments, the same for all."""
+        return {"dtype": self.dtype, "max_model_len": 512, "max_num_seqs": 64}
 
 
 @dataclass(slots=True)
@@ -153,17 +152,21 @@ async def _contest(setting: Setting, *, repeats: int) -> tuple[Contest, list[Ids
         model=setting.model, max_loras=2, max_lora_rank=_RANK, engine=setting.engine
     )
     slotless = config.model_copy(update={"max_loras": 0, "merge": Merge.ROLLOUT})
-    merged = await VllmEngine.start(slotless)
-    slots = await VllmEngine.start(config)
-    with plain_vllm(setting.model, **setting.engine) as plain:
-        contest = Contest(setting, plain, merged, slots)
+    merged, slots, plain = await asyncio.gather(
+        VllmEngine.start(slotless),
+        VllmEngine.start(config),
+        asyncio.to_thread(PlainVllm, setting.model, **setting.engine, **_OURS),
+    )
+    contest = Contest(setting, plain, merged, slots)
+    try:
         for number in range(repeats + 1):
             sequences = await contest.round(number)
             if number == 0:
                 contest.seconds.clear()
                 contest.differences.clear()
-    slots.shutdown()
-    merged.shutdown()
+    finally:
+        for engine in (plain.llm, merged, slots):
+            engine.shutdown()
     return contest, sequences
 
 

@@ -20,54 +20,82 @@ if TYPE_CHECKING:
 
 _NO_ADAPTER = -1
 
+_MOST_PADDING = 64
+"""Rows that may be computed for nothing where this makes one product over all slots of what were
+several: in decoding it costs less, in a prompt of thousands of rows more."""
+
 _WRITTEN_FOR = "0.32."
 """Short of a whole platform plugin vLLM has no hook for this, so it is tied to one release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a batch belong to which slot.
+    """Which rows of a batch belong to which slot, worked out once a step for all its layers.
 
-    `order` has those with an adapter, slot after slot, and `parts` where in it each slot's lie; no
-    order: all rows are one slot's.
+        rows = Rows.of(torch.tensor([1, -1, 0, 1]))
+        y += rows.scatter(rows.times(rows.gather(x), factors), len(x))
+
+    Args:
+        slots: those in use.
+        order: the rows with an adapter, slot after slot; None: all rows are of the one slot.
+        parts: where in `order` each slot's rows lie.
+        padded: for each slot as many rows as the largest has, one after the other; None where most
+            of them would be padding.
+        positions: where in `padded` those of `order` are.
     """
 
-    parts: tuple[tuple[int, slice], ...]
-    order: Tensor | None
+    slots: tuple[int, ...]
+    order: Tensor | None = None
+    parts: tuple[slice, ...] = ()
+    padded: Tensor | None = None
+    positions: Tensor | None = None
 
     @classmethod
     def of(cls, slots: Tensor) -> Rows:
         """Of each row's slot."""
         used, counts = torch.unique(slots, return_counts=True)
-        if used.tolist() == [_NO_ADAPTER] or not len(used):
-            return cls((), None)
-        if len(used) == 1:
-            return cls(((int(used), slice(0, len(slots))),), None)
-        order = torch.argsort(slots, stable=True)
-        without = int(counts[0]) if used[0] == _NO_ADAPTER else 0
-        parts, begin = [], 0
-        for slot, count in zip(used.tolist(), counts.tolist(), strict=True):
-            if slot != _NO_ADAPTER:
-                parts.append((slot, slice(begin, begin + count)))
-                begin += count
-        return cls(tuple(parts), order[without:])
+        without = int(counts[0]) if len(used) and used[0] == _NO_ADAPTER else 0
+        if without:
+            used, counts = used[1:], counts[1:]
+        names = tuple(used.tolist())
+        if not names or (len(names) == 1 and not without):
+            return cls(names)
+        order = torch.argsort(slots, stable=True)[without:]
+        ends = counts.cumsum(0)
+        parts = tuple(map(slice, (ends - counts).tolist(), ends.tolist()))
+        most = int(counts.max())
+        if len(names) * most - len(order) > _MOST_PADDING:
+            return cls(names, order, parts)
+        offsets = torch.arange(most).expand(len(names), most)
+        within = (ends - counts).unsqueeze(1) + torch.minimum(offsets, counts.unsqueeze(1) - 1)
+        positions = torch.nonzero((offsets < counts.unsqueeze(1)).flatten()).squeeze(1)
+        return cls(names, order, parts, order[within.flatten()], positions)
 
-    def times(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Each row of x times its slot's factor, 0 where it has none, in fp32: (rows, n).
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of x (rows, m) that `times` takes, in fp32."""
+        index = self.order if self.padded is None else self.padded
+        return (x if index is None else x.index_select(0, index)).float()
 
-        Args:
-            x: (rows, m).
-            factors: (slots, 1, n, m).
-        """
+    def times(self, gathered: Tensor, factors: Tensor) -> Tensor:
+        """Each gathered row times its slot's factor, of factors (slots, 1, n, m)."""
         if self.order is None:
-            ((slot, _),) = self.parts
-            return x.float() @ factors[slot, 0].float().T
-        # One gather and one scatter, however many slots: they cost more than the products.
-        gathered = x.index_select(0, self.order).float()
-        products = gathered.new_empty(len(gathered), factors.shape[2])
-        for slot, part in self.parts:
+            return gathered @ factors[self.slots[0], 0].float().T
+        width = factors.shape[2]
+        if self.padded is not None:
+            chosen = factors[list(self.slots), 0].float().transpose(1, 2)
+            return torch.bmm(gathered.view(len(chosen), -1, factors.shape[3]), chosen).flatten(0, 1)
+        products = gathered.new_empty(len(gathered), width)
+        for slot, part in zip(self.slots, self.parts, strict=True):
             torch.mm(gathered[part], factors[slot, 0].float().T, out=products[part])
-        return products.new_zeros(len(x), factors.shape[2]).index_copy_(0, self.order, products)
+        return products
+
+    def scatter(self, products: Tensor, count: int) -> Tensor:
+        """Put them back into `count` rows; those without an adapter are 0."""
+        if self.order is None:
+            return products
+        if self.positions is not None:
+            products = products.index_select(0, self.positions)
+        return products.new_zeros(count, products.shape[1]).index_copy_(0, self.order, products)
 
 
 class GroupedLoraCPU(PunicaWrapperCPU):
@@ -80,13 +108,41 @@ class GroupedLoraCPU(PunicaWrapperCPU):
         self.regroup()
 
     def regroup(self) -> None:
-        """Note which rows of the batch belong to which slot; once a step, not once a layer."""
+        """Note which rows of the batch belong to which slot."""
         self._rows = Rows.of(self.token_lora_indices)
 
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        """y += scale * x A^T B^T for each slice of y's columns and each row's slot.
+
+        Args:
+            y: (tokens, sum of `output_slices`).
+            x: (tokens, in).
+            lora_a_stacked: a slice's are (slots, 1, rank, in).
+            lora_b_stacked: a slice's are (slots, 1, out, rank).
+        """
+        if not self._rows.slots:
+            return
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        gathered, begin = self._rows.gather(x), 0
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            change = self._rows.times(scale * self._rows.times(gathered, a), b)
+            y[:, begin : begin + width] += self._rows.scatter(change, len(x)).to(y.dtype)
+            begin += width
+
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
-        """y = scale * x A^T per slot; x (tokens, in), w_t_all (slots, 1, rank, in)."""
-        if self._rows.parts:
-            y[:, : w_t_all.shape[2]] = scale * self._rows.times(x, w_t_all)
+        """y = scale * x A^T, where vLLM splits the ranks of factors over workers."""
+        if self._rows.slots:
+            product = self._rows.times(self._rows.gather(x), w_t_all)
+            y[:, : product.shape[1]] = scale * self._rows.scatter(product, len(x))
 
     def _apply_expand(
         self,
@@ -97,10 +153,11 @@ class GroupedLoraCPU(PunicaWrapperCPU):
         y_slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        """y's slice (+)= x B^T per slot; x (tokens, rank), w_t_all (slots, 1, out, rank)."""
-        if not self._rows.parts:
+        """y's slice (+)= x B^T, likewise."""
+        if not self._rows.slots:
             return
-        change = self._rows.times(x, w_t_all).to(y.dtype)
+        product = self._rows.times(self._rows.gather(x), w_t_all)
+        change = self._rows.scatter(product, len(x)).to(y.dtype)
         columns = y[:, y_offset : y_offset + y_slice_size]
         if add_inputs:
             columns += change

@@ -32,7 +32,7 @@ async def translated() -> AsyncIterator[None]:
         yield
     except EngineDeadError as error:
         raise EngineDead(
-            "engine: the vLLM process ended; send the request again, or to another replica"
+            "engine: the vLLM process ended; send the request again, or see its log"
         ) from error
     except VLLMClientError as error:
         raise InvalidField(f"request: {error}") from error

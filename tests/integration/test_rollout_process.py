@@ -253,13 +253,13 @@ async def test_an_engine_that_takes_too_long_to_start_ends_with_one_clear_line(
 ) -> None:
     """faults.md 23: the start has a deadline, and leaves no process."""
     staging = tmp_path / "staging"
-    async with launched(model_dir, staging, engine_start_seconds=2) as process:
-        await eventually(lambda: engine_cores(process.pid), seconds=60)
+    async with launched(model_dir, staging, engine_start_seconds=3) as process:
+        await eventually(lambda: spawned(process.pid), seconds=60)
         below = children(process.pid)
         async with asyncio.timeout(30):
             _, errors = await process.communicate()
         assert process.returncode == 1
-        expected = "refit rollout: engine_start_seconds: vLLM was not ready after 2 s"
+        expected = "refit rollout: engine_start_seconds: vLLM was not ready after 3 s"
         assert [line for line in errors.decode().splitlines() if line.startswith(expected)]
         await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=5)
         assert list(staging.iterdir()) == []
@@ -335,6 +335,11 @@ def free_port() -> int:
 
 def engine_cores(pid: int) -> list[int]:
     return [child for child in children(pid) if "EngineCore" in name_of(child)]
+
+
+def spawned(pid: int) -> list[int]:
+    """What will call itself an engine core in a few seconds."""
+    return [child for child in children(pid) if "spawn_main" in name_of(child)]
 
 
 def children(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ SLOTS, RANK, WIDTH_IN, WIDTHS_OUT = 3, 4, 16, (8, 6)
 
 def wrapper(slots: list[int]) -> GroupedLoraCPU:
     """For a batch whose rows have these slots, -1 being none."""
-    made = PunicaWrapperCPU(max_num_batched_tokens=16, max_batches=8, device="cpu")
+    made = PunicaWrapperCPU(max_num_batched_tokens=128, max_batches=8, device="cpu")
     made._token_lora_indices[: len(slots)] = torch.tensor(slots)
     made.indices_len[0] = len(slots)
     made.__class__ = GroupedLoraCPU
@@ -30,6 +30,8 @@ def wrapper(slots: list[int]) -> GroupedLoraCPU:
         [-1, -1],
         [0, 2, 0, 2, 1],
         [-1, 1, -1, 0, 1],
+        [0, 0, 0, 0, 0, 0, 1, 2, -1],
+        [2, *[0] * 80, 1, -1],
         [1, -1],
     ],
 )

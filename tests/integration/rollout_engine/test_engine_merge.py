@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -81,6 +82,13 @@ async def merge(engine: VllmEngine, path: Path | None, base: Path) -> BoundRepor
     return report
 
 
+def resident_mib() -> float:
+    """Of this process and all under it."""
+    own = psutil.Process()
+    sizes: list[int] = [p.memory_info().rss for p in (own, *own.children(recursive=True))]
+    return sum(sizes) / (1 << 20)
+
+
 async def test_an_engine_says_what_it_can_merge(slotted: VllmEngine, slotless: VllmEngine) -> None:
     for engine, slots in ((slotted, 3), (slotless, 0)):
         capabilities, merging = engine.capabilities, engine.capabilities.merging
@@ -142,7 +150,10 @@ async def test_a_slot_and_merged_weights_answer_alike(
 async def test_a_thousand_merges_leave_what_one_does(
     slotless: VllmEngine, model_dir: Path, save: Saver
 ) -> None:
-    """faults.md 16, TRL#6688: whichever modules each of them touches; and the base comes back."""
+    """faults.md 16, TRL#6688: whichever modules each of them touches; and the base comes back.
+
+    faults.md 27, AReaL#1385: nothing of a merge is kept.
+    """
     base = await slotless.score(None, IDS)
     last = save(seed=1, use_dora=True, target_modules=["v_proj", "gate_proj"])
     await merge(slotless, last, model_dir)
@@ -155,8 +166,12 @@ async def test_a_thousand_merges_leave_what_one_does(
     ]
     for number in range(MERGES - 1):
         await merge(slotless, others[number % len(others)], model_dir)
+        if number == MERGES // 2:
+            memory_mib = resident_mib()
     await merge(slotless, last, model_dir)
     assert await slotless.score(None, IDS) == once
+    # The weights of a merge are more than 1 MiB.
+    assert resident_mib() - memory_mib < MERGES // 10
     await merge(slotless, None, model_dir)
     assert await slotless.score(None, IDS) == base
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,7 +14,7 @@ from common.errors import Unavailable
 from common.tasks import cancel
 from rollout_svc import supervision
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import EngineDead
+from rollout_svc.engine import EngineDead, Generation, TokenDelta
 from rollout_svc.metrics import STATES
 from rollout_svc.pauses import EnginePause
 from rollout_svc.readiness import Condition, Readiness
@@ -101,6 +102,30 @@ async def test_an_engine_that_dies_is_started_anew_with_what_it_held(
     assert restarted == ["restarted"]
     counted = readiness.metrics.registry.get_sample_value("refit_rollout_engine_restarts_total")
     assert counted == 1
+
+
+@dataclass(slots=True)
+class _Forgetful(FakeEngine):
+    forgets: bool = True
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
+        while self.forgets:
+            await asyncio.Event().wait()
+        async for delta in FakeEngine.generate(self, generation):
+            yield delta
+
+
+async def test_an_engine_that_dies_in_its_warm_up_and_does_not_say_so_is_started_anew(
+    supervisor: EngineSupervisor, restarted: list[str]
+) -> None:
+    """faults.md 23: a request that comes as the engine dies may never be answered."""
+    supervisor.engine = engine = _Forgetful()
+    async with running(supervisor):
+        await asyncio.sleep(0.01)
+        engine.forgets = False
+        engine.kill()
+        await eventually(lambda: restarted)
+    assert not engine.dead
 
 
 async def test_an_update_waits_for_the_engine_that_is_being_started(
