@@ -76,7 +76,7 @@ class UpdateMetrics:
             registry=registry,
         )
         self._seconds = Histogram(
-            "refit_trainer_update_seconds",
+            "refit_trainer_replica_update_seconds",
             "Time of updates that replicas committed by part: wire, stage, commit",
             ["part"],
             buckets=_UPDATE_BUCKETS,

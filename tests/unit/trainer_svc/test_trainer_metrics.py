@@ -27,8 +27,8 @@ def test_updates_are_counted_by_outcome_part_and_stage() -> None:
     assert value("refit_trainer_update_refusals_total", {"stage": "canary"}) == 1
     assert value("refit_trainer_update_refusals_total", {"stage": "unspecified"}) == 1
     for part, seconds in (("wire", 0.5), ("stage", 0.25), ("commit", 0.125)):
-        assert value("refit_trainer_update_seconds_sum", {"part": part}) == seconds
-        assert value("refit_trainer_update_seconds_count", {"part": part}) == 1
+        assert value("refit_trainer_replica_update_seconds_sum", {"part": part}) == seconds
+        assert value("refit_trainer_replica_update_seconds_count", {"part": part}) == 1
 
 
 def test_bytes_are_those_of_chunks_and_of_what_is_around_them() -> None:
@@ -52,3 +52,11 @@ def test_samples_add_up_over_the_steps_by_what_became_of_them() -> None:
     assert found == [24, 4, 3]
     assert value("refit_trainer_samples_lost") == 0
     assert value("refit_trainer_reward_mean") == 0.75
+
+
+def test_a_steps_row_and_the_updates_share_a_registry() -> None:
+    """Every key of a row becomes a gauge, and no name may be taken twice."""
+    gauges = StepGauges()
+    UpdateMetrics(gauges.registry)
+    gauges.show({"update_seconds": 0.25, "updates_seconds": 0.5, "staleness_max": 1})
+    assert gauges.registry.get_sample_value("refit_trainer_update_seconds") == 0.25
