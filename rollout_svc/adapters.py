@@ -10,7 +10,14 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from common.adapter import AdapterRef, Kind
-from common.errors import AdapterNotFound, AlreadyExists, NotHeld, Unavailable, WaitExpired
+from common.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    Incompatible,
+    NotHeld,
+    Unavailable,
+    WaitExpired,
+)
 from common.model_dir import BaseModel
 from common.rules import Merge, Rules, Swap
 from common.signal import Signal
@@ -132,7 +139,8 @@ class AdapterRegistry:
             async with self._turn():
                 return await self._commit(content, path, source)
         except BaseException:
-            if all(live.loaded.path != path for live in self._live):
+            used = self.weights.uses(path) or any(live.loaded.path == path for live in self._live)
+            if not used:
                 await asyncio.to_thread(_remove, path)
             raise
 
@@ -179,6 +187,11 @@ class AdapterRegistry:
             twin = next((t for t in current(self._live) if t.ref.digest == ref.digest), None)
             if twin is None:
                 raise NotHeld(f"alias.ref: no version here has the digest of {ref}")
+            if twin.merged and not _may_replace(ref, source, twin):
+                raise Incompatible(
+                    f"alias.ref: {ref}, but {twin.ref} is served as merged weights, alone; use "
+                    "another replica"
+                )
             content = Content.whole(ref, twin.content.manifest, twin.content.buffer)
             self._serve(LiveAdapter(content, twin.loaded, source, merged=twin.merged))
 
@@ -286,11 +299,17 @@ class AdapterRegistry:
             self._changed.notify()
 
     @asynccontextmanager
-    async def stopped(self, *, grace_seconds: float, because: str) -> AsyncIterator[None]:
+    async def stopped(
+        self, *, grace_seconds: float, because: str, is_dead: bool = False
+    ) -> AsyncIterator[None]:
         """Nobody computes inside the block, and nothing is committed.
 
         Requests that run longer than the grace end with the tokens they have; new ones are refused,
         from the call on.
+
+        Args:
+            is_dead: the engine is; those who have not noticed by the end of the grace are not
+                waited for.
 
         Raises:
             Unavailable: they did not even then.
@@ -300,7 +319,8 @@ class AdapterRegistry:
                 try:
                     await self.uses.wait_for_end(_anybody, wait_seconds=grace_seconds)
                 except Unavailable:
-                    await self.uses.end(_anybody, wait_seconds=self.slot_wait_seconds)
+                    if not is_dead:
+                        await self.uses.end(_anybody, wait_seconds=self.slot_wait_seconds)
                 yield
 
     async def reload(self) -> None:

@@ -129,19 +129,23 @@ class Commits:
         """Put the new bytes into the slots that running requests of older versions decode with.
 
         The newest of these slots is the new version's from then on, so that requests which outlast
-        many versions need no more of them.
+        many versions need no more of them. A slot that is another adapter's too is left alone,
+        and requests end there as they began.
         """
         with self.uses.closed():
-            older = [live for live in self.lives if live.pins and self._is_older(live, new)]
-            ids = sorted({live.loaded.id for live in older})
+            ids = self._slots_of_older(new)
             if not ids:
                 return
             spare = new.loaded
-            async with self.pause.held():
-                for slot_id in ids:
-                    moved = EngineAdapter(slot_id, spare.name, spare.path)
-                    await self._overwrite(moved, new, older)
-                mark = await self._mark()
+            try:
+                async with self.pause.held():
+                    for slot_id in ids:
+                        moved = EngineAdapter(slot_id, spare.name, spare.path)
+                        refuse_unbound(new.ref, await self.slots.overwrite(moved))
+                    mark = await self._mark()
+            except BaseException:
+                await self._give_up_slots(ids)
+                raise
             new.loaded = moved
             for live in self.lives:
                 if live.loaded.id in ids and live is not new:
@@ -149,19 +153,20 @@ class Commits:
                     live.successors.append(_settled(mark, new.ref))
         await self.slots.drop(spare.id)
 
-    def _is_older(self, live: LiveAdapter, new: LiveAdapter) -> bool:
-        return new.replaces(live) and not live.merged and self.slots.holds(live.loaded.id)
+    def _slots_of_older(self, new: LiveAdapter) -> list[int]:
+        """Those that running requests of older versions use, and of nobody else."""
+        others = [live for live in self.lives if live is not new and not new.replaces(live)]
+        shared = {live.loaded.id for live in others}
+        older = [live for live in self.lives if live.pins and new.replaces(live) and live.lora]
+        ids = {live.loaded.id for live in older} - shared
+        return sorted(slot_id for slot_id in ids if self.slots.holds(slot_id))
 
-    async def _overwrite(
-        self, moved: EngineAdapter, new: LiveAdapter, older: list[LiveAdapter]
-    ) -> None:
-        try:
-            refuse_unbound(new.ref, await self.slots.overwrite(moved))
-        except RefitError:
-            # Nobody knows what is in the slot now: its requests end, its version is loaded anew.
-            await self._end_older(lambda live: live in older and live.loaded.id == moved.id)
-            await self.slots.drop(moved.id)
-            raise
+    async def _give_up_slots(self, ids: list[int]) -> None:
+        """Nobody knows what is in them now: their requests end, and versions are loaded anew."""
+        await self._end_older(lambda live: live is not None and live.loaded.id in ids)
+        for slot_id in ids:
+            with contextlib.suppress(RefitError):
+                await self.slots.drop(slot_id)
 
     async def _replace_weights(self, new: LiveAdapter, wanted: Loaded, swap: Swap) -> float | None:
         """The switch of a version that comes with other weights of the engine's own."""
@@ -182,18 +187,19 @@ class Commits:
     async def _exchange(self, new: LiveAdapter, wanted: Loaded) -> float | None:
         """Requests that still run go on under what is loaded here."""
         before, successor = self.weights.loaded, Successor(0, new.ref)
-        async with self.pause.held():
-            await self.weights.put(wanted, new.ref)
-            going_on = [live for live in self.lives if live.pins]
-            if going_on:
-                successor.mark = await self._mark()
-            for live in going_on:
-                live.successors.append(successor)
+        going_on = [live for live in self.lives if live.pins]
         try:
+            async with self.pause.held():
+                await self.weights.put(wanted, new.ref)
+                if going_on:
+                    successor.mark = await self._mark()
+                for live in going_on:
+                    live.successors.append(successor)
             difference = await self._check_canary(new)
         except BaseException:
             successor.settle(False)
-            await self._take_back(before, going_on)
+            if self.weights.loaded != before:
+                await self._take_back(before, going_on)
             raise
         successor.settle(True)
         self.weights.settle(new.content, source=new.source)
@@ -207,11 +213,14 @@ class Commits:
         What these left in the prefix cache is of no version, so the version before goes on under
         another name.
         """
-        async with self.pause.held():
-            await self.weights.put_back(before)
-            await self._mark()
-        for live in going_on:
-            if not live.retired:
+        try:
+            async with self.pause.held():
+                await self.weights.put_back(before)
+                await self._mark()
+        except RefitError as error:
+            self.weights.give_up(before, str(error))
+        if going_on:
+            for live in [live for live in self.lives if live.merged and not live.retired]:
                 live.retired = True
                 loaded = self._named(live.ref, live.loaded.path)
                 self.lives.append(LiveAdapter(live.content, loaded, live.source, merged=True))

@@ -182,7 +182,7 @@ class RolloutConfig(Config):
     def _hosts_and_ports(cls, value: str) -> str:
         for address in filter(None, map(str.strip, value.split(","))):
             host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
+            if not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 1 << 16):
                 raise ValueError(f"{address!r} is no host:port; give one, as 127.0.0.1:50051")
         return value
 

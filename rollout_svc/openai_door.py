@@ -135,7 +135,7 @@ async def _body(request: Request) -> bytes:
 def _model(body: bytes) -> Any:
     try:
         fields = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidField(f"body: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidField("body: no JSON object; send one with model and a prompt or messages")

@@ -10,6 +10,8 @@ from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.selector import Rule, Selector
 
 BASE_MODEL = "base"
+_MAX_DIGITS = 19
+"""Of a number that fits 64 bits."""
 
 
 def selector_of(model: Any) -> Selector:
@@ -22,10 +24,12 @@ def selector_of(model: Any) -> Selector:
         raise InvalidField(
             f"model: missing; say who is to answer: {BASE_MODEL}, ADAPTER or ADAPTER@VERSION"
         )
+    if not model.isprintable():
+        raise InvalidField("model: not printable; names are those of /v1/models")
     if model == BASE_MODEL:
         return Selector(Rule.BASE)
     adapter, _, version = model.rpartition("@")
-    if adapter and version.isascii() and version.isdigit():
+    if adapter and version.isascii() and version.isdigit() and len(version) < _MAX_DIGITS:
         return Selector(Rule.EXACT, adapter, int(version))
     return Selector(Rule.LATEST, model)
 

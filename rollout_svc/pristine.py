@@ -54,6 +54,9 @@ class PristineBase:
         await see_through(asyncio.to_thread(_copy, self.model, self.copy_to))
         return self.copy_to
 
+    def is_at(self, directory: Path) -> bool:
+        return directory == self._directory
+
     def take(self, directory: Path) -> None:
         """The base was sent: its staged directory stays."""
         self._directory = directory

@@ -21,6 +21,9 @@ from rollout_svc.warm_up import warm_up
 log = logging.getLogger(__name__)
 
 _HEALTH_CHECK_SECONDS = 0.25
+_NOTICED_SECONDS = 5.0
+"""By then every request that reads its answer has heard of the engine's death."""
+
 _SECOND_DELAY_SECONDS = 1.0
 _LONGEST_DELAY_SECONDS = 60.0
 _HEALTHY_SECONDS = 600.0
@@ -76,7 +79,9 @@ class EngineSupervisor:
             await asyncio.sleep(_HEALTH_CHECK_SECONDS)
 
     async def _recover(self, failure: RefitError | None) -> None:
-        stopped = self.registry.stopped(grace_seconds=0, because=_RESTARTING)
+        stopped = self.registry.stopped(
+            grace_seconds=_NOTICED_SECONDS, because=_RESTARTING, is_dead=True
+        )
         async with stopped, self.pause.away():
             while failure:
                 await self._back_off(failure)

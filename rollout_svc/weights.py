@@ -155,8 +155,16 @@ class EngineWeights:
             errors = [str(error)]
         self.loaded = before
         if errors:
-            self._broken = True
-            log.error("the weights from before could not be loaded again: %s", errors[0])
+            self.give_up(before, errors[0])
+
+    def give_up(self, before: Loaded, reason: str) -> None:
+        """Nobody knows what the engine computes with: it is to begin anew, with what was there."""
+        self.loaded, self._broken = before, True
+        log.error("the weights from before could not be loaded again: %s", reason)
+
+    def uses(self, path: Path) -> bool:
+        """Whether a staged directory is what the engine's weights come from."""
+        return path in (self.loaded.whole, self.loaded.summed) or self.pristine.is_at(path)
 
     async def _load(self, wanted: Loaded) -> list[BoundReport]:
         if wanted.whole:

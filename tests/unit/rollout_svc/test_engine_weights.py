@@ -316,3 +316,27 @@ async def test_merged_weights_need_no_base(bare: AdapterRegistry, put: Stages) -
     await put(bare, FIRST)
     assert await serves(bare, FIRST)
     assert not bare.weights.missing
+
+
+async def test_a_cancelled_base_stays_what_merges_start_from(
+    bare: AdapterRegistry, put: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, may_load = asyncio.Event(), asyncio.Event()
+
+    async def load_weights(path: Path) -> list[BoundReport]:
+        loading.set()
+        await may_load.wait()
+        return [BoundReport(stage=0, bound_modules=0, mismatches=(), error="")]
+
+    monkeypatch.setattr(FakeEngine, "load_weights", staticmethod(load_weights))
+    base = make_weights(kind=Kind.BASE)
+    switch = asyncio.create_task(put(bare, base))
+    await loading.wait()
+    switch.cancel()
+    await asyncio.sleep(0)
+    may_load.set()
+    with pytest.raises(asyncio.CancelledError):
+        await switch
+    assert not bare.weights.missing
+    assert put.path(base).exists()
+    assert await bare.weights.pristine.directory() == put.path(base)

@@ -16,7 +16,7 @@ from common.rules import Merge, Rules, Swap
 from common.stream.content import Content
 from common.tasks import cancel
 from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.engine import BoundReport, FinishReason, Generation
+from rollout_svc.engine import BoundReport, EngineDead, FinishReason, Generation
 from rollout_svc.sampling import Sampling
 from rollout_svc.selector import Rule, Selector
 from tests.adapters import make_adapter
@@ -276,3 +276,63 @@ async def test_merged_weights_start_from_the_base_each_time(stage: Stage) -> Non
     await stage.commit(ref(3))
     assert stage.registry.listing() == [ref(3)]
     assert [path is None for path in stage.engine.merges] == [False, False, True]
+
+
+async def test_another_adapter_with_the_same_bytes_is_left_alone_by_continue(stage: Stage) -> None:
+    """A reference that equals the policy's first version shares its slot."""
+    other = Selector(Rule.LATEST, "other")
+    twin = replace(ref(1, adapter="other"), digest=ref(1).digest)
+    await stage.commit(ref(1))
+    await stage.registry.alias(twin, source="trainer")
+    requests = [await stage.start("policy"), await stage.start("reference", other)]
+    await stage.commit(ref(2), Swap.CONTINUE)
+    assert stage.registry.listing() == [ref(1), twin, ref(2)]
+    await stage.run_out(*requests)
+    assert [request.made_by for request in requests] == [[ref(1)] * TOKENS, [twin] * TOKENS]
+
+
+@pytest.mark.parametrize("merge", Merge)
+async def test_an_engine_that_dies_in_a_swap_begins_anew_with_what_was_served(
+    stage: Stage, merge: Merge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faults.md 26, dynamo#8630: what is listed and loaded again is the old version."""
+    await stage.commit(ref(1), merge=merge)
+    await stage.start("long")
+    loaded = stage.registry.weights.loaded
+
+    async def mark_weights(_: int) -> None:
+        stage.engine.kill()
+        raise EngineDead("the engine ended")
+
+    monkeypatch.setattr(FakeEngine, "mark_weights", staticmethod(mark_weights))
+    with pytest.raises(EngineDead):
+        await stage.commit(ref(2), Swap.CONTINUE, merge=merge)
+    monkeypatch.undo()
+    assert stage.registry.weights.loaded == loaded
+    async with stage.registry.stopped(grace_seconds=1, because="restart", is_dead=True):
+        await stage.engine.restart()
+        await stage.registry.reload()
+    assert stage.registry.listing() == [ref(1)]
+    again = await stage.start("again")
+    await stage.run_out(again)
+    assert again.made_by == [ref(1)] * TOKENS
+
+
+async def test_an_adapter_gets_no_second_name_where_weights_are_merged(stage: Stage) -> None:
+    await stage.commit(ref(1), merge=Merge.ROLLOUT)
+    twin = replace(ref(1, adapter="other"), digest=ref(1).digest)
+    with pytest.raises(Incompatible, match=r"default@1 .* is served as merged weights, alone"):
+        await stage.registry.alias(twin, source="trainer")
+    newer = replace(ref(2), digest=ref(1).digest)
+    await stage.registry.alias(newer, source="trainer")
+    assert stage.registry.listing() == [ref(1), newer]
+
+
+async def test_a_dead_engine_is_started_anew_though_a_request_does_not_end(stage: Stage) -> None:
+    await stage.commit(ref(1))
+    async with stage.registry.admit(LATEST, request_id="stuck", wait_seconds=1):
+        stage.engine.kill()
+        async with stage.registry.stopped(grace_seconds=0.01, because="restart", is_dead=True):
+            await stage.engine.restart()
+            await stage.registry.reload()
+        assert len(stage.engine.loaded) == 1
