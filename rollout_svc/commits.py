@@ -115,6 +115,7 @@ class Commits:
         """The switch of a version that is in a slot of its own."""
         if swap is Swap.CONTINUE:
             await self._move_requests(new)
+            return
         self.serve(new)
         if swap is Swap.ABORT:
             await self._end_older(lambda live: live is not None and new.replaces(live))
@@ -126,7 +127,7 @@ class Commits:
             log.warning("after a swap: %s", error)
 
     async def _move_requests(self, new: LiveAdapter) -> None:
-        """Put the new bytes into the slots that running requests of older versions decode with.
+        """Put the new bytes into the slots that running requests of older versions use, and serve.
 
         The newest of these slots is the new version's from then on, so that requests which outlast
         many versions need no more of them. A slot that is another adapter's too is left alone,
@@ -135,6 +136,7 @@ class Commits:
         with self.uses.closed():
             ids = self._slots_of_older(new)
             if not ids:
+                self.serve(new)
                 return
             spare = new.loaded
             try:
@@ -151,6 +153,8 @@ class Commits:
                 if live.loaded.id in ids and live is not new:
                     live.retired = True
                     live.successors.append(_settled(mark, new.ref))
+            # In one step with the retirement: LATEST always finds a version.
+            self.serve(new)
         await self.slots.drop(spare.id)
 
     def _slots_of_older(self, new: LiveAdapter) -> list[int]:

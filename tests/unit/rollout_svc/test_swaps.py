@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -336,3 +337,27 @@ async def test_a_dead_engine_is_started_anew_though_a_request_does_not_end(stage
             await stage.engine.restart()
             await stage.registry.reload()
         assert len(stage.engine.loaded) == 1
+
+
+@pytest.mark.parametrize("swap", Swap)
+async def test_latest_finds_a_version_at_every_moment_of_a_swap(
+    stage: Stage, swap: Swap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.commit(ref(1))
+    request = await stage.start("long")
+    seen: list[list[AdapterRef]] = []
+
+    def watched(name: str) -> None:
+        original = getattr(FakeEngine, name)
+
+        async def call(self: FakeEngine, *args: Any, **options: Any) -> Any:
+            seen.append(stage.registry.listing())
+            return await original(self, *args, **options)
+
+        monkeypatch.setattr(FakeEngine, name, call)
+
+    for name in ("load", "unload", "pause", "resume", "mark_weights"):
+        watched(name)
+    await stage.commit(ref(2), swap)
+    assert seen and all(seen)
+    await stage.run_out(request)
