@@ -103,8 +103,10 @@ async def _run(
             plain, updated = await _take_turns(plan, load, updates, running)
             await cancel(running)
             rows += _rows(plan, plain, updated)
+            failed = f"failed of {load.finished} requests, {plan.swap}"
+            goals.append(Goal(failed, float(load.failed), 0.0))
             if plan.swap == "finish":
-                goals += _goals(load, plain, updated)
+                goals += _goals(plain, updated)
     return rows, goals
 
 
@@ -209,10 +211,9 @@ def _slowdowns(plain: Windows, updated: Windows) -> Iterator[float]:
         yield mean(around) / found
 
 
-def _goals(load: SteadyLoad, plain: Windows, updated: Windows) -> list[Goal]:
+def _goals(plain: Windows, updated: Windows) -> list[Goal]:
     longest = max(updated.gaps_seconds) / median(plain.gaps_seconds)
     return [
-        Goal(f"failed of {load.finished} requests", float(load.failed), 0.0),
         Goal(
             "tokens/s alone over with updates",
             median(_slowdowns(plain, updated)),
