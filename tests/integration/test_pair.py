@@ -176,6 +176,7 @@ def _able(pair: Pair) -> adapter_pb2.AdapterUpdateRequest:
         base_model=version_pb2.BaseModel(name=base.name, fingerprint=base.fingerprint),
         capabilities=adapter_pb2.ReplicaCapabilities(
             max_rank=8,
+            max_loras=4,
             dtypes=list(map(dtype_to_proto, Dtype)),
             target_modules=[
                 "q_proj",
