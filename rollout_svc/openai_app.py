@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,7 +47,8 @@ class OpenAiApp:
     ) -> None:
         self._engine, self._arguments = engine, arguments
         self._registry, self._metrics = registry, metrics
-        self._app = build_app(arguments, _TASKS, engine.llm.model_config)
+        with _log_level_kept():
+            self._app = build_app(arguments, _TASKS, engine.llm.model_config)
         self._setting_up = asyncio.Lock()
         self._set_up_for: object = None
 
@@ -62,11 +65,22 @@ class OpenAiApp:
     async def _make_handlers(self) -> None:
         state, llm = self._app.state, self._engine.llm
         client = cast(EngineClient, AdmittedEngine(self._engine, self._metrics))
-        await init_app_state(client, state, self._arguments, _TASKS)
+        with _log_level_kept():
+            await init_app_state(client, state, self._arguments, _TASKS)
         # The handlers look a request's `model` up here.
         state.openai_serving_models.lora_requests = _Served(self._registry)
         state.server = None  # what vLLM would end with a dead engine; `is_running` says not to
         self._set_up_for = llm
+
+
+@contextmanager
+def _log_level_kept() -> Iterator[None]:
+    """vLLM's server has the whole process log errors alone; this service warns."""
+    level = logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.setLevel(level)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ async def test_an_update_without_room_is_refused_and_the_next_one_taken(
         )
         await run.ready(replica)
         async with called(replica, run.refs.values()) as answers:
+            await eventually(lambda: answers, seconds=SECONDS)
             too_large = run.publish(width=_TOO_LARGE)
             await eventually(lambda: run.status(replica).refusal != "", seconds=SECONDS)
             status = run.status(replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,11 @@ async def test_each_model_name_is_answered_by_its_own_weights(
         right = expected_logprobs(reference, path, PROMPT, tuple(choice.token_ids))
         found = torch.tensor(choice.logprobs.token_logprobs)
         assert torch.allclose(found, right, atol=1e-4), (found - right).abs().max()
+
+
+async def test_this_services_warnings_are_logged_on(endpoint: Endpoint) -> None:
+    """vLLM's server would have the whole process log errors alone."""
+    assert logging.root.level == logging.WARNING
 
 
 async def test_a_chat_has_the_log_probabilities_that_were_sampled_from(
