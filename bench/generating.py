@@ -1,4 +1,4 @@
-"""Engines that generate side by side: ours, and vLLM as it comes without LoRA."""
+"""Engines that generate side by side: ours, and vLLM as it comes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_svc.engine import EngineAdapter, Generation
-from rollout_svc.sampling import Sampling
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.vllm_engine.engine import VllmEngine
 
 Ids = tuple[int, ...]
 
@@ -59,9 +60,14 @@ class PlainVllm:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **settings))
+        self._slots = bool(settings.get("enable_lora"))
 
-    async def generate(self, load: Load) -> None:
-        """The log-probabilities of sampled tokens come with them, as they do from ours."""
+    async def generate(self, load: Load, adapter: EngineAdapter) -> None:
+        """By the adapter, which it loads first where it lacks it, or without slots by the base.
+
+        The log-probabilities of sampled tokens come with them, as they do from ours.
+        """
+        lora = LoRARequest(adapter.name, adapter.id, str(adapter.path)) if self._slots else None
         params = SamplingParams(
             n=load.n,
             max_tokens=load.length,
@@ -74,7 +80,8 @@ class PlainVllm:
         async def one(prompt: Ids) -> None:
             request_id = uuid.uuid4().hex
             content = tokens_input(list(prompt), cache_salt=request_id)
-            async with aclosing(self.llm.generate(content, params, request_id)) as outputs:
+            stream = self.llm.generate(content, params, request_id, lora_request=lora)
+            async with aclosing(stream) as outputs:
                 async for _ in outputs:
                     pass
 

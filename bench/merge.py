@@ -1,4 +1,4 @@
-"""Adapters summed into the engine's weights, against LoRA slots and against vLLM without LoRA."""
+"""Adapters summed into the weights, against slots, and against vLLM with and without LoRA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -21,8 +21,8 @@ from bench.worker import prepare_model
 from common.rules import Merge
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import BoundReport, EngineAdapter
-from rollout_svc.vllm_engine import VllmEngine
-from rollout_svc.vllm_environment import set_engine_defaults
+from rollout_svc.vllm_engine.engine import VllmEngine
+from rollout_svc.vllm_engine.environment import set_engine_defaults
 from tests.peft_adapters import merged_model, save_adapter
 
 T = TypeVar("T")
@@ -32,6 +32,9 @@ _RANK: Final = 16
 _ALPHA = 2
 _OURS = {"hf_overrides": {"head_dtype": "float32"}, "logprobs_mode": "processed_logprobs"}
 """What the service asks of vLLM, so that the same is computed."""
+
+_OWN = ("merged", "slots")
+"""Engines whose update is no part of a request."""
 
 _SCORED = 4
 """Sequences whose log-probabilities are compared."""
@@ -49,6 +52,8 @@ class Setting:
     adapters: tuple[Path, Path]
     decode: Load
     phase: Load
+    with_vllm: bool
+    """Whether vLLM's own engines take part; each takes its while to start."""
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -58,12 +63,12 @@ class Setting:
 
 @dataclass(slots=True)
 class Contest:
-    """Three engines that work by turns, what each piece of work took, and how far they differ."""
+    """Engines that work by turns, what each piece of work took, and how far they differ."""
 
     setting: Setting
-    plain: PlainVllm
     merged: VllmEngine
     slots: VllmEngine
+    others: Mapping[str, PlainVllm]
     seconds: dict[str, list[float]] = field(default_factory=dict)
     differences: list[float] = field(default_factory=list)
 
@@ -72,19 +77,27 @@ class Contest:
         decode, phase = self.setting.decode, self.setting.phase
         path = self.setting.adapters[number % 2]
         adapter = EngineAdapter(number + 1, f"bench@{number}", path)
-        await self._time("plain decode", self.plain.generate(decode))
-        await self._time("merge", self._merge(path))
+        await self._time("merged update", self._merge(path))
         sequences = await self._time("merged phase", generate(self.merged, phase))
         await self._time("merged decode", generate(self.merged, decode))
-        await self._time("load", self._load(adapter))
+        await self._time("slots update", self._load(adapter))
         await self._time("slots phase", generate(self.slots, phase, adapter=adapter))
         await self._time("slots decode", generate(self.slots, decode, adapter=adapter))
+        for name, vllm in self.others.items():
+            await self._time(f"{name} phase", vllm.generate(phase, adapter))
+            await self._time(f"{name} decode", vllm.generate(decode, adapter))
         await self._compare(adapter, sequences[:_SCORED])
         await self.slots.unload(adapter.id)
         return sequences[:_SCORED]
 
     def typical(self, name: str) -> float:
         return median(self.seconds[name])
+
+    def phase(self, name: str) -> list[float]:
+        """Seconds of an RL step's generation, with the update before it."""
+        seconds = self.seconds[f"{name} phase"]
+        updates = self.seconds.get(f"{name} update", [0.0] * len(seconds))
+        return [update + rest for update, rest in zip(updates, seconds, strict=True)]
 
     async def _merge(self, path: Path) -> None:
         _check(await self.merged.merge(path, base=self.setting.model))
@@ -116,9 +129,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         setting = _setting(Path(scratch), quick=args.quick)
         contest, sequences = asyncio.run(_contest(setting, repeats=repeats))
-        noise = _own_noise(setting, setting.adapters[repeats % 2], sequences)
-    # A tiny model's steps are mostly Python.
-    goals = [] if args.quick else list(_goals(contest, noise))
+        # A tiny model's steps are mostly Python.
+        goals = [] if args.quick else list(_goals(contest, _noise(setting, repeats, sequences)))
     Report("merge", _SEED, repeats, list(_rows(contest)), goals).publish(args.json)
 
 
@@ -139,6 +151,7 @@ def _setting(scratch: Path, *, quick: bool) -> Setting:
         (first, second),
         decode=Load(short, n=1, length=8 if quick else 64),
         phase=Load(long[:8], n=8, length=8 if quick else 64),
+        with_vllm=not quick,
     )
 
 
@@ -152,12 +165,19 @@ async def _contest(setting: Setting, *, repeats: int) -> tuple[Contest, list[Ids
         model=setting.model, max_loras=2, max_lora_rank=_RANK, engine=setting.engine
     )
     slotless = config.model_copy(update={"max_loras": 0, "merge": Merge.ROLLOUT})
-    merged, slots, plain = await asyncio.gather(
-        VllmEngine.start(slotless),
-        VllmEngine.start(config),
-        asyncio.to_thread(PlainVllm, setting.model, **setting.engine, **_OURS),
+    lora = {"enable_lora": True, "max_loras": config.max_loras, "max_lora_rank": _RANK}
+    others: dict[str, dict[str, Any]] = {}
+    if setting.with_vllm:
+        others = {"vLLM": {}, "vLLM slots": lora}
+    ours = asyncio.gather(VllmEngine.start(slotless), VllmEngine.start(config))
+    plain = await asyncio.gather(
+        *(
+            asyncio.to_thread(PlainVllm, setting.model, **setting.engine, **_OURS, **more)
+            for more in others.values()
+        )
     )
-    contest = Contest(setting, plain, merged, slots)
+    merged, slots = await ours
+    contest = Contest(setting, merged, slots, dict(zip(others, plain, strict=True)))
     try:
         for number in range(repeats + 1):
             sequences = await contest.round(number)
@@ -165,18 +185,20 @@ async def _contest(setting: Setting, *, repeats: int) -> tuple[Contest, list[Ids
                 contest.seconds.clear()
                 contest.differences.clear()
     finally:
-        for engine in (plain.llm, merged, slots):
+        for vllm in plain:
+            vllm.llm.shutdown()
+        for engine in (merged, slots):
             engine.shutdown()
     return contest, sequences
 
 
 @torch.no_grad()
-def _own_noise(setting: Setting, path: Path, sequences: list[Ids]) -> float:
+def _noise(setting: Setting, number: int, sequences: list[Ids]) -> float:
     """What Hugging Face's log-probabilities differ by on average, computed in bf16 and in fp32."""
     tables = []
     for dtype in (torch.float32, torch.bfloat16):
         base = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype)
-        model = merged_model(base, path)
+        model = merged_model(base, setting.adapters[number % 2])
         rows = [model(torch.tensor([ids])).logits[0, :-1].float() for ids in sequences]
         tables.append(
             torch.cat(
@@ -190,41 +212,32 @@ def _own_noise(setting: Setting, path: Path, sequences: list[Ids]) -> float:
 
 
 def _rows(contest: Contest) -> Iterator[Row]:
-    tokens = contest.setting.decode.tokens
-    updates = {"plain": "", "merged": "merge", "slots": "load"}
-    for name, update in updates.items():
+    for name in (*_OWN, *contest.others):
         yield {
             "engine": name,
-            "decode, tokens/s": tokens / contest.typical(f"{name} decode"),
-            "update s": contest.typical(update) if update else 0.0,
-            "phase s": contest.typical(f"{name} phase") if update else 0.0,
+            "decode, tokens/s": contest.setting.decode.tokens / contest.typical(f"{name} decode"),
+            "update, s": contest.typical(f"{name} update") if name in _OWN else "",
+            "RL step, s": median(contest.phase(name)),
         }
 
 
 def _goals(contest: Contest, noise: float) -> Iterator[Goal]:
-    seconds = contest.seconds
+    decode = contest.seconds["merged decode"]
     yield Goal(
-        "seconds of plain decode over merged",
-        1 / _ratio(seconds["plain decode"], seconds["merged decode"]),
-        1 / 0.95,
+        "merged over vLLM, seconds", _ratio(decode, contest.seconds["vLLM decode"]), 1 / 0.95
     )
-    merged = _sums(seconds["merge"], seconds["merged phase"])
     yield Goal(
-        "merge and generate, over load in a slot and generate",
-        _ratio(merged, _sums(seconds["load"], seconds["slots phase"])),
+        "merge and generate over vLLM's slots, seconds",
+        _ratio(contest.phase("merged"), contest.phase("vLLM slots")),
         0.5,
     )
-    yield Goal("one merge, s", contest.typical("merge"), 0.5)
+    yield Goal("one merge, s", contest.typical("merged update"), 0.5)
     # Each of the two may be as far from exact as Hugging Face's own bf16 is.
     yield Goal("log-probabilities, merged to slots", mean(contest.differences), 2 * noise)
 
 
 def _ratio(one: list[float], other: list[float]) -> float:
     return median(a / b for a, b in zip(one, other, strict=True))
-
-
-def _sums(one: list[float], other: list[float]) -> list[float]:
-    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 if __name__ == "__main__":

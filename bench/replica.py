@@ -16,7 +16,7 @@ from common.tasks import stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import Capabilities
 from rollout_svc.replica import Replica
-from rollout_svc.staging import staging_folder
+from rollout_svc.updates.staging import staging_folder
 from tests.fake_engine import FakeEngine
 
 

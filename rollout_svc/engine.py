@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from common.adapter import Dtype, ExpertLayout, Kind, Layout
 from common.errors import Unavailable
-from rollout_svc.sampling import Sampling
+from rollout_svc.generation.sampling import Sampling
 
 
 class EngineDead(Unavailable):

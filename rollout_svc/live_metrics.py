@@ -11,9 +11,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from common.adapter import AdapterRef
-from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.generation.requests import RunningRequests
 from rollout_svc.metrics import Metrics
-from rollout_svc.requests import RunningRequests
+from rollout_svc.versions.registry import AdapterRegistry
 
 _READ_SECONDS = 5.0
 

@@ -13,11 +13,11 @@ from common.model_dir import BaseModel, base_model
 from common.tasks import cancel, first_of, stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.replica import Replica
-from rollout_svc.staging import staging_folder
-from rollout_svc.vllm_environment import set_engine_defaults
+from rollout_svc.updates.staging import staging_folder
+from rollout_svc.vllm_engine.environment import set_engine_defaults
 
 if TYPE_CHECKING:
-    from rollout_svc.vllm_engine import VllmEngine
+    from rollout_svc.vllm_engine.engine import VllmEngine
 
 
 def main(config: RolloutConfig) -> int:
@@ -63,6 +63,6 @@ async def _started(config: RolloutConfig, stop: asyncio.Event) -> VllmEngine | N
 
 async def _start(config: RolloutConfig) -> VllmEngine:
     # Seconds of imports; in a thread, so that a signal is heard.
-    module = await asyncio.to_thread(importlib.import_module, "rollout_svc.vllm_engine")
+    module = await asyncio.to_thread(importlib.import_module, "rollout_svc.vllm_engine.engine")
     engine: VllmEngine = await module.VllmEngine.start(config)
     return engine

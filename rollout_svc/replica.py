@@ -27,25 +27,25 @@ from common.rules import Rules, Swap, merge_to_proto, swap_to_proto
 from common.stream.frames import add_adapter_service
 from common.tasks import gather_or_cancel
 from common.wire import dtype_to_proto, kind_to_proto, layout_to_proto, ref_to_proto
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import Engine, Merging
-from rollout_svc.generator import Generator
-from rollout_svc.hold import GenerationHold
-from rollout_svc.limits import Limits
+from rollout_svc.generation.generator import Generator
+from rollout_svc.generation.requests import RunningRequests
+from rollout_svc.life.hold import GenerationHold
+from rollout_svc.life.pauses import EnginePause
+from rollout_svc.life.readiness import Condition, Readiness
+from rollout_svc.life.sleep import Sleep
+from rollout_svc.life.supervision import EngineSupervisor
 from rollout_svc.live_metrics import LiveMetrics
 from rollout_svc.metrics import Metrics
-from rollout_svc.openai_server import openai_served
-from rollout_svc.pauses import EnginePause
-from rollout_svc.pristine import PristineBase
-from rollout_svc.readiness import Condition, Readiness
-from rollout_svc.relay import Relay, RelayServicer
-from rollout_svc.requests import RunningRequests
+from rollout_svc.openai_api.server import openai_served
 from rollout_svc.service import RolloutServicer, VersionServicer
-from rollout_svc.sleep import Sleep
-from rollout_svc.subscriber import Subscriber
-from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.updates import UpdateApplier
+from rollout_svc.updates.applier import UpdateApplier
+from rollout_svc.updates.limits import Limits
+from rollout_svc.updates.relay import Relay, RelayServicer
+from rollout_svc.updates.subscriber import Subscriber
+from rollout_svc.versions.pristine import PristineBase
+from rollout_svc.versions.registry import AdapterRegistry
 
 SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 VERSION_SERVICE = version_pb2.DESCRIPTOR.services_by_name["VersionService"].full_name

@@ -12,12 +12,12 @@ from refit.v1 import rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grp
 from common.grpc_server import Context
 from common.version import API_VERSION, git_revision, service_version
 from common.wire import ref_to_proto
-from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.batch import Batch
 from rollout_svc.engine import Engine
-from rollout_svc.generator import Generator
-from rollout_svc.hold import GenerationHold
-from rollout_svc.sleep import Sleep
+from rollout_svc.generation.batch import Batch
+from rollout_svc.generation.generator import Generator
+from rollout_svc.life.hold import GenerationHold
+from rollout_svc.life.sleep import Sleep
+from rollout_svc.versions.registry import AdapterRegistry
 
 _LONGEST_WAIT_SECONDS = 300.0
 _CAPABILITIES = (

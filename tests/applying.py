@@ -7,7 +7,7 @@ from refit.v1 import adapter_pb2
 from common.adapter import AdapterRef, Canary
 from common.stream.frames import Event
 from common.wire import ref_to_proto
-from rollout_svc.updates import UpdateApplier
+from rollout_svc.updates.applier import UpdateApplier
 from tests.adapters import make_adapter, make_ref
 from tests.fake_trainer import update_events
 

@@ -9,7 +9,7 @@ from refit.v1 import adapter_pb2
 
 from common.stream.content import Content
 from common.stream.frames import Event
-from rollout_svc.subscriber import Subscriber
+from rollout_svc.updates.subscriber import Subscriber
 from tests.adapters import make_adapter, make_ref
 from tests.fake_trainer import FakeTrainer, update_events
 

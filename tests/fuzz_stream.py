@@ -36,12 +36,12 @@ from common.errors import RefitError
 from common.peft_dir import WEIGHTS_FILE
 from common.stream.content import Content
 from common.tasks import cancel
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import BoundReport, Mismatch, MismatchReason
-from rollout_svc.limits import Limits, Takes
 from rollout_svc.metrics import Metrics
-from rollout_svc.relay import Relay
-from rollout_svc.updates import UpdateApplier
+from rollout_svc.updates.applier import UpdateApplier
+from rollout_svc.updates.limits import Limits, Takes
+from rollout_svc.updates.relay import Relay
+from rollout_svc.versions.registry import AdapterRegistry
 from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
 from tests.fuzz_mutations import Stream, mutate
@@ -92,7 +92,7 @@ class Replica:
                 _check_bytes(content, self._path(content.ref), published.get(content.ref))
         assert listed or not self._checked, "nothing is served any more"
         self._checked = set(listed)
-        paths = {live.loaded.path for live in self.registry._live}
+        paths = {live.loaded.path for live in self.registry.versions.all}
         half = self.applier._suspended
         found = {path for path in self.staging.iterdir()}
         assert len(found - paths) == (half is not None), f"left behind: {found - paths}"
@@ -103,12 +103,12 @@ class Replica:
     async def _settled(self) -> None:
         registry = self.registry
         assert await registry._changed.wait_until(
-            lambda: not any(live.retired for live in registry._live),
+            lambda: not any(live.retired for live in registry.versions.all),
             timeout_seconds=SECONDS_A_STREAM,
         )
 
     def _path(self, ref: AdapterRef) -> Path:
-        return next(live.loaded.path for live in self.registry._live if live.ref == ref)
+        return next(live.loaded.path for live in self.registry.versions.all if live.ref == ref)
 
     def check_all_bytes(self, published: dict[AdapterRef, Content]) -> None:
         """Nothing that came later has touched them."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from common.adapter import AdapterRef
 from common.model_dir import BaseModel
 from common.stream.content import Content
-from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.commits import Committed
-from rollout_svc.live import LiveAdapter
-from rollout_svc.pristine import PristineBase
-from rollout_svc.selector import Selector
+from rollout_svc.versions.commits import Committed
+from rollout_svc.versions.live import LiveAdapter
+from rollout_svc.versions.pristine import PristineBase
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.versions.selector import Selector
 from tests.adapters import make_adapter
 
 BASE = BaseModel("tiny", "base")

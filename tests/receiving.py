@@ -15,9 +15,9 @@ from common.stream.content import Content, Delta
 from common.stream.frames import Event
 from common.stream.pieces import plan_pieces
 from common.wire import ManifestReader, ref_to_proto
-from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.limits import Limits
-from rollout_svc.receiver import Update
+from rollout_svc.updates.limits import Limits
+from rollout_svc.updates.receiver import Update
+from rollout_svc.versions.registry import AdapterRegistry
 from tests.adapters import make_adapter, make_ref
 from tests.fake_trainer import update_events
 

@@ -17,7 +17,7 @@ from common.model_dir import base_model
 from common.tasks import stop_requested
 from rollout_svc.config import RolloutConfig
 from rollout_svc.replica import Replica
-from rollout_svc.staging import staging_folder
+from rollout_svc.updates.staging import staging_folder
 from tests.slow_engine import SlowEngine
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import EngineAdapter, Generation
-from rollout_svc.sampling import Sampling
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.vllm_engine.engine import VllmEngine
 from trainer_svc.demo import smollm2
 from trainer_svc.megatron.checkpoint import ADAPTER_DIR
 from trainer_svc.megatron.client import MegatronWorker

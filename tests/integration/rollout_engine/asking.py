@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from rollout_svc.engine import FinishReason, Generation, PromptScores, TokenDelta, TopTokens
-from rollout_svc.sampling import Sampling
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import PROMPT, byte_level_tokenizer, request_ids
 
 LETTERS = tuple(byte_level_tokenizer().encode("abcdefgh"))

@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from common.model_dir import base_model
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import RANK, AdapterMaker, registry_of, write_model
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from rollout_svc.cpu_lora import GroupedLoraCPU
+from rollout_svc.worker.cpu_lora import GroupedLoraCPU, Packed
 
 SLOTS, RANK, WIDTH_IN, WIDTHS_OUT = 3, 4, 16, (8, 6)
 
@@ -45,7 +45,7 @@ def test_each_row_has_the_change_of_its_own_slot_and_of_no_other(
     b = tuple(torch.randn(SLOTS, 1, out, RANK).to(dtype) for out in WIDTHS_OUT)
     before = torch.randn(len(slots), sum(WIDTHS_OUT)).to(dtype)
     after = before.clone()
-    wrapper(slots).add_lora_linear(after, x, a, b, 0.5, WIDTHS_OUT)
+    wrapper(slots).add_lora_linear(after, x, Packed.a(a), Packed.b(b), 0.5, WIDTHS_OUT)
     for row, slot in enumerate(slots):
         if slot == -1:
             assert torch.equal(after[row], before[row])
@@ -56,6 +56,6 @@ def test_each_row_has_the_change_of_its_own_slot_and_of_no_other(
                 for as_, bs in zip(a, b, strict=True)
             ]
         )
-        expected = (before[row].float() + change.to(dtype).float()).to(dtype)
+        expected = (before[row].float() + change).to(dtype)
         tolerance = 1e-5 if dtype is torch.float32 else 2**-7
         torch.testing.assert_close(after[row], expected, atol=1e-5, rtol=tolerance)

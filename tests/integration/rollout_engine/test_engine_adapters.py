@@ -12,11 +12,11 @@ from transformers import LlamaForCausalLM
 
 from common.adapter import Canary, CanarySequence, Dtype
 from common.errors import CanaryRefused, Incompatible
-from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.canary import check_canary
-from rollout_svc.sampling import Sampling
-from rollout_svc.selector import Rule, Selector
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.versions.canary import check_canary
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.versions.selector import Rule, Selector
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import (
     GREEDY,
     LAYERS,
@@ -144,7 +144,7 @@ async def test_an_adapter_that_binds_to_nothing_is_refused_by_name(
         await registry.commit(bad, bad_path, source=TRAINER)
     assert registry.listing() == [content.ref]
     assert not bad_path.exists()
-    assert list(await engine.llm.list_loras()) == [live.loaded.id for live in registry._live]
+    assert list(await engine.llm.list_loras()) == [live.loaded.id for live in registry.versions.all]
 
 
 async def test_served_logprobs_are_of_the_distribution_sampled_from(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_svc.engine import BoundReport, EngineAdapter, MismatchReason
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import (
     HEAD_DIM,
     HEADS,

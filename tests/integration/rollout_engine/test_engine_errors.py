@@ -11,8 +11,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from common.errors import RefitError, Unavailable
 from rollout_svc.engine import EngineDead, FinishReason
-from rollout_svc.vllm_answers import _finish_reason
-from rollout_svc.vllm_calls import ask
+from rollout_svc.vllm_engine.answers import _finish_reason
+from rollout_svc.vllm_engine.calls import ask
 
 
 class Llm:

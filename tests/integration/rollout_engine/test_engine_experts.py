@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.rules import Merge
 from rollout_svc.config import RolloutConfig
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests import tiny_models
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(180)]

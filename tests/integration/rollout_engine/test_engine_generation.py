@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from common.errors import ConfigError, InvalidField
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import EngineDead, FinishReason, Generation, Message
-from rollout_svc.sampling import Sampling
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import (
     GREEDY,
     PROMPT,

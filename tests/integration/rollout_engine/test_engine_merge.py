@@ -20,7 +20,7 @@ from common.adapter import Layout
 from common.rules import Merge
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import BoundReport, EngineAdapter, Mismatch, MismatchReason
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import (
     HIDDEN,
     LAYERS,

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import InvalidField
 from rollout_svc.engine import FinishReason
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.asking import LETTERS, ask, late_word
 from tests.integration.rollout_engine.tiny import GREEDY, PROMPT, byte_level_tokenizer
 

@@ -13,16 +13,16 @@ from google.protobuf import json_format
 from refit.v1 import rollout_pb2, rollout_pb2_grpc
 
 from common.grpc_server import connect, start_server
-from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.generator import Generator
-from rollout_svc.hold import GenerationHold
+from rollout_svc.generation.generator import Generator
+from rollout_svc.generation.requests import RunningRequests
+from rollout_svc.life.hold import GenerationHold
+from rollout_svc.life.pauses import EnginePause
+from rollout_svc.life.readiness import Readiness
+from rollout_svc.life.sleep import Sleep
 from rollout_svc.metrics import Metrics
-from rollout_svc.pauses import EnginePause
-from rollout_svc.readiness import Readiness
-from rollout_svc.requests import RunningRequests
 from rollout_svc.service import RolloutServicer
-from rollout_svc.sleep import Sleep
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.eventually import eventually
 from tests.generating import answered, request, sampled
 from tests.integration.rollout_engine.tiny import AdapterMaker

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 from common.errors import InvalidField
 from rollout_svc.engine import FinishReason
-from rollout_svc.sampling import Sampling
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.asking import LETTERS, ask, late_word, logits_of
 from tests.integration.rollout_engine.tiny import GREEDY, PROMPT, byte_level_tokenizer
 

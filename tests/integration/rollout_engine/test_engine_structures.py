@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import InvalidField
 from rollout_svc.engine import FinishReason
-from rollout_svc.sampling import Sampling, Structure, StructureKind
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling, Structure, StructureKind
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.asking import LETTERS, Completion, ask, still_answers
 from tests.integration.rollout_engine.tiny import GREEDY
 

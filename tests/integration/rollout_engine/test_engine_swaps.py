@@ -20,12 +20,12 @@ from common.adapter import AdapterRef
 from common.errors import QueueFull
 from common.rules import Rules, Swap
 from common.stream.content import Content
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import EngineAdapter, Generation, TokenDelta
-from rollout_svc.sampling import Sampling
-from rollout_svc.selector import Rule, Selector
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.versions.selector import Rule, Selector
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.eventually import eventually
 from tests.integration.rollout_engine.tiny import (
     PROMPT,

@@ -19,12 +19,12 @@ from transformers import LlamaForCausalLM
 
 from common.rules import Merge, Rules, Swap
 from common.stream.content import Content
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
+from rollout_svc.generation.requests import RunningRequests
 from rollout_svc.metrics import Metrics
-from rollout_svc.openai_server import openai_served
-from rollout_svc.requests import RunningRequests
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.openai_api.server import openai_served
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.eventually import eventually
 from tests.integration.rollout_engine.tiny import PROMPT, AdapterMaker, expected_logprobs
 

@@ -29,10 +29,10 @@ from common.adapter import (
 from common.errors import Incompatible
 from common.model_dir import BaseModel, base_model
 from common.stream.content import Content
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.config import RolloutConfig
-from rollout_svc.selector import Rule, Selector
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.versions.selector import Rule, Selector
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import (
     GREEDY,
     LAYERS,

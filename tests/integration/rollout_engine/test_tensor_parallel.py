@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engine import EngineAdapter
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine
 from tests.integration.rollout_engine.tiny import LAYERS, RANK, VOCAB, WIDTHS, AdapterMaker
 from tests.peft_adapters import save_adapter
 

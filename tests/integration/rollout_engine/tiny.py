@@ -29,12 +29,12 @@ from common.model_dir import BaseModel
 from common.peft_dir import write_peft_dir
 from common.stream.content import Content
 from common.tasks import cancel
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import Generation, TokenDelta
-from rollout_svc.live import LiveAdapter
-from rollout_svc.pristine import PristineBase
-from rollout_svc.sampling import Sampling
-from rollout_svc.vllm_engine import VllmEngine
+from rollout_svc.generation.sampling import Sampling
+from rollout_svc.versions.live import LiveAdapter
+from rollout_svc.versions.pristine import PristineBase
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.vllm_engine.engine import VllmEngine
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 128, 256, 4, 2, 32, 2, 512
 WIDTHS = {
@@ -213,5 +213,5 @@ async def registry_of(
     unloading = asyncio.create_task(registry.run())
     yield registry
     await cancel(unloading)
-    for live in registry._live:
+    for live in registry.versions.all:
         await engine.unload(live.loaded.id)

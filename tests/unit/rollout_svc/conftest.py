@@ -16,19 +16,19 @@ from common.grpc_server import GrpcServer, connect, start_server
 from common.stream.sender import Pace
 from common.tasks import cancel
 from common.wire import ref_to_proto
-from rollout_svc.adapters import AdapterRegistry
-from rollout_svc.generator import Generator
-from rollout_svc.hold import GenerationHold
-from rollout_svc.limits import Limits, Takes
+from rollout_svc.generation.generator import Generator
+from rollout_svc.generation.requests import RunningRequests
+from rollout_svc.life.hold import GenerationHold
+from rollout_svc.life.pauses import EnginePause
+from rollout_svc.life.readiness import Readiness
+from rollout_svc.life.sleep import Sleep
 from rollout_svc.metrics import Metrics
-from rollout_svc.pauses import EnginePause
-from rollout_svc.readiness import Readiness
-from rollout_svc.relay import Relay
-from rollout_svc.requests import RunningRequests
 from rollout_svc.service import RolloutServicer, VersionServicer
-from rollout_svc.sleep import Sleep
-from rollout_svc.subscriber import Subscriber
-from rollout_svc.updates import UpdateApplier
+from rollout_svc.updates.applier import UpdateApplier
+from rollout_svc.updates.limits import Limits, Takes
+from rollout_svc.updates.relay import Relay
+from rollout_svc.updates.subscriber import Subscriber
+from rollout_svc.versions.registry import AdapterRegistry
 from tests.adapters import LORA
 from tests.fake_engine import FakeEngine
 from tests.fake_trainer import FakeTrainer, serving

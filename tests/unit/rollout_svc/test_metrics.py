@@ -14,12 +14,12 @@ from refit.v1 import adapter_pb2
 from common.adapter import AdapterRef
 from common.errors import CanaryRefused, StagingFull
 from common.prometheus import metrics_served
-from rollout_svc.adapters import AdapterRegistry
 from rollout_svc.engine import TokenDelta
+from rollout_svc.generation.requests import RunningRequests
 from rollout_svc.live_metrics import LiveMetrics
 from rollout_svc.metrics import AnswerTimes, Metrics
-from rollout_svc.requests import RunningRequests
-from rollout_svc.selector import Rule, Selector
+from rollout_svc.versions.registry import AdapterRegistry
+from rollout_svc.versions.selector import Rule, Selector
 from tests.fake_engine import FakeEngine
 from tests.live import Commits, admit
 

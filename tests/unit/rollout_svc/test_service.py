@@ -11,7 +11,7 @@ from refit.v1 import rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grp
 
 from common.stream.content import Content
 from common.wire import ref_to_proto
-from rollout_svc.adapters import AdapterRegistry
+from rollout_svc.versions.registry import AdapterRegistry
 from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
 from tests.fake_engine import FakeEngine
@@ -236,7 +236,7 @@ async def test_cancelling_a_call_ends_it_in_the_engine_and_drops_the_pin(
     await call.read()
     assert engine.running == {"one"}
     call.cancel()
-    await eventually(lambda: not engine.running and not registry._live[0].pins)
+    await eventually(lambda: not engine.running and not registry.versions.all[0].pins)
 
 
 async def test_a_pause_ends_with_its_lease(
