@@ -80,7 +80,11 @@ class Batch:
                         rollout_pb2.GenerateBatchResponse(request_index=index, response=message)
                     )
         except RefitError as error:
-            refused = rollout_pb2.RequestError(code=error.code.value[0], message=str(error))
+            refused = rollout_pb2.RequestError(
+                code=error.code.value[0],
+                message=str(error),
+                retry_after_seconds=error.retry_after_seconds,
+            )
             await queue.put(rollout_pb2.GenerateBatchResponse(request_index=index, error=refused))
 
 

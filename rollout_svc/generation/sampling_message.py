@@ -9,6 +9,7 @@ from typing import Any
 from refit.v1 import rollout_pb2
 
 from common.errors import InvalidField
+from rollout_svc.generation.json_schema import refusal
 from rollout_svc.generation.sampling import OPTIONAL, Sampling, Structure, StructureKind
 
 _MAX_N = 1024
@@ -138,9 +139,6 @@ def _check_structure(sampling: Sampling) -> None:
     name = f"sampling.{structure.kind.value}"
     if structure.kind is StructureKind.CHOICE and not all(structure.choices or ("",)):
         raise InvalidField(f"{name}: it needs at least one text, and none may be empty")
-    # A schema may be any JSON value but is an object where it says anything.
-    if structure.kind is StructureKind.JSON_SCHEMA:
-        _check_schema(name, structure.source)
     if structure.kind in (StructureKind.GRAMMAR, StructureKind.REGEX) and not structure.source:
         raise InvalidField(f"{name}: empty; leave it out")
     size = len(structure.source) + sum(map(len, structure.choices))
@@ -149,6 +147,9 @@ def _check_structure(sampling: Sampling) -> None:
             f"{name}: {size} characters; more than {_MAX_STRUCTURE_CHARACTERS} take too long to "
             "compile, so shorten it"
         )
+    # A schema may be any JSON value but is an object where it says anything.
+    if structure.kind is StructureKind.JSON_SCHEMA:
+        _check_schema(name, structure.source)
     if sampling.ignore_eos:
         raise InvalidField(f"sampling.ignore_eos: with {name}; the text has to end where it says")
 
@@ -160,6 +161,8 @@ def _check_schema(name: str, source: str) -> None:
         raise InvalidField(f"{name}: not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise InvalidField(f"{name}: {source[:40]}; a schema is a JSON object")
+    if reason := refusal(schema):
+        raise InvalidField(f"{name}: {reason}")
 
 
 def _within(name: str, value: float | None, low: float, high: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from vllm.exceptions import RetryableRequestError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -15,8 +15,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_svc.engine import EngineAdapter, TokenDelta
 from rollout_svc.metrics import AnswerTimes, Metrics
 from rollout_svc.openai_api.admission import Admission, current_admission
+from rollout_svc.openai_api.structures import check_structure
 from rollout_svc.vllm_engine.engine import VllmEngine
 from rollout_svc.vllm_engine.marks import WeightMarks
+from rollout_svc.vllm_engine.params import NO_TOKEN_FITS, check_tokens_left
 
 _DEAD = "the engine ended; send the request again, to another replica or later"
 
@@ -47,7 +49,7 @@ class AdmittedEngine:
     async def check_health(self) -> None:
         await self._llm.check_health()
 
-    async def generate(
+    def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -59,8 +61,18 @@ class AdmittedEngine:
         """As `AsyncLLM.generate`, under the version that this task's request was admitted to.
 
         Raises:
+            VLLMValidationError: at once, so that a stream has not begun: the parameters leave no
+                token, or a schema says what the text would not be kept to. Later: no token fits
+                the structure.
             RetryableRequestError: the engine ended, or the version that took over was refused.
         """
+        check_structure(sampling_params.structured_outputs)
+        check_tokens_left(sampling_params, self._llm)
+        return self._generated(prompt, sampling_params, options)
+
+    async def _generated(
+        self, prompt: Any, sampling_params: SamplingParams, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
         admission = current_admission()
         assert admission is not None, "the door admits whatever generates"
         watch = _Watch(admission, self._engine, self._metrics, sampling_params)
@@ -89,11 +101,19 @@ class _Watch:
         processor = engine.llm.output_processor
         self._marks = WeightMarks(processor, admission.request_id, engine.mark)
         streams = params.output_kind is RequestOutputKind.DELTA
+        self._is_bound = params.structured_outputs is not None
         # Of an answer that leaves whole no token has a time.
         self._times = AnswerTimes(metrics) if streams else None
 
     async def see(self, completion: CompletionOutput) -> None:
-        """Raises `RetryableRequestError`: a version that was refused after all made some of it."""
+        """Count it.
+
+        Raises:
+            VLLMValidationError: no token fits what binds the text.
+            RetryableRequestError: a version that was refused after all made some of it.
+        """
+        if completion.finish_reason == "error" and self._is_bound:
+            raise VLLMValidationError(NO_TOKEN_FITS, parameter="structured_outputs")
         delta = TokenDelta(completion.index, tuple(completion.token_ids), (), "", None)
         if self._times:
             self._times.add(delta)

@@ -44,7 +44,9 @@ def model_list(registry: AdapterRegistry, *, max_model_len: int) -> dict[str, An
     cards = [] if _base_is_missing(registry) else [_card(BASE_MODEL, None, max_model_len)]
     served = registry.listing()
     for adapter in dict.fromkeys(ref.adapter for ref in served):
-        cards.append(_card(adapter, BASE_MODEL, max_model_len))
+        # One called `base`, or `x@3`, has no name that means its newest version.
+        if adapter.isprintable() and selector_of(adapter) == Selector(Rule.LATEST, adapter):
+            cards.append(_card(adapter, BASE_MODEL, max_model_len))
         newest = Selector(Rule.LATEST, adapter).pick(served)
         # Names have no run, so only that of the newest version is asked.
         versions = [

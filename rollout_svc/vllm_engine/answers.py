@@ -14,6 +14,7 @@ from rollout_svc.engine import FinishReason, Generation, PromptScores, TokenDelt
 from rollout_svc.generation.continued_text import ContinuedText
 from rollout_svc.generation.sampling import Sampling
 from rollout_svc.vllm_engine.marks import WeightMarks
+from rollout_svc.vllm_engine.params import NO_TOKEN_FITS
 
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _ERROR = "error"
@@ -65,10 +66,7 @@ class VllmAnswer:
 
 def _given_up(sampling: Sampling) -> InvalidField | Unavailable:
     if structure := sampling.structure:
-        return InvalidField(
-            f"sampling.{structure.kind.value}: it does not compile, or no token fits both it and "
-            "the other parameters; see the replica's log"
-        )
+        return InvalidField(f"sampling.{structure.kind.value}: {NO_TOKEN_FITS}")
     return Unavailable("engine: it failed to generate; see its log")
 
 

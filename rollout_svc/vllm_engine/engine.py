@@ -36,7 +36,12 @@ from rollout_svc.generation.chat import chat_token_ids
 from rollout_svc.vllm_engine.answers import VllmAnswer
 from rollout_svc.vllm_engine.calls import CALL_SECONDS, ask, translated
 from rollout_svc.vllm_engine.marks import WeightMarks
-from rollout_svc.vllm_engine.params import check_tokenizer, refusals_named, vllm_params
+from rollout_svc.vllm_engine.params import (
+    check_tokenizer,
+    check_tokens_left,
+    refusals_named,
+    vllm_params,
+)
 from rollout_svc.vllm_engine.start import RunningLlm, start_llm
 
 _RELOAD_SECONDS = 600.0
@@ -184,9 +189,11 @@ class VllmEngine:
         sequence = [*generation.prompt_token_ids, *generation.prefix_token_ids]
         async with translated():
             with refusals_named(sampling):
+                params = vllm_params(generation, detokenize=answer.vllm_makes_text)
+                check_tokens_left(params, llm)
                 stream = llm.generate(
                     tokens_input(sequence, cache_salt=generation.cache_salt),
-                    vllm_params(generation, detokenize=answer.vllm_makes_text),
+                    params,
                     generation.request_id,
                     lora_request=_lora_request(generation.adapter),
                 )

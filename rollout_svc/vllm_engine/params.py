@@ -8,10 +8,18 @@ from contextlib import contextmanager
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from common.errors import InvalidField
 from rollout_svc.engine import Generation
 from rollout_svc.generation.sampling import OPTIONAL, Sampling, Structure, StructureKind
+
+_NAMED_TOKENS = 5
+
+NO_TOKEN_FITS = (
+    "it does not compile, or no token fits both it and the other parameters; see the replica's log"
+)
+"""Of a structure that the engine gave up."""
 
 
 def vllm_params(generation: Generation, *, detokenize: bool) -> SamplingParams:
@@ -84,6 +92,34 @@ def check_tokenizer(sampling: Sampling) -> None:
             raise InvalidField(
                 f"sampling.{field}: this replica runs without a tokenizer; leave it out"
             )
+
+
+def check_tokens_left(params: SamplingParams, llm: AsyncLLM) -> None:
+    """Raises `VLLMValidationError` where no token is left to sample.
+
+    VLLM itself would give token 0 then, with a log-probability that is no number. A structure needs
+    no check: there it lets the text end early, or gives the request up.
+    """
+    if params.structured_outputs or not (params.min_tokens or params.bad_words):
+        return
+    filled = params.clone()
+    inputs = llm.input_processor
+    filled.update_from_generation_config(
+        inputs.generation_config_fields, inputs.renderer.get_eos_token_id()
+    )
+    if llm.tokenizer is not None:
+        filled.update_from_tokenizer(llm.tokenizer)
+    never = {ids[0] for ids in filled.bad_words_token_ids or () if len(ids) == 1}
+    if filled.min_tokens:
+        never |= filled.all_stop_token_ids
+    allowed = params.allowed_token_ids
+    if never.issuperset(allowed or range(llm.model_config.get_vocab_size())):
+        found = f"{allowed[:_NAMED_TOKENS]}" if allowed else "every token"
+        raise VLLMValidationError(
+            f"{found}; what ends the answer before min_tokens, or is in bad_words, is not sampled, "
+            "so nothing is left; allow another token",
+            parameter="allowed_token_ids" if allowed else "stop_token_ids",
+        )
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import LlamaForCausalLM
@@ -86,5 +86,6 @@ async def still_answers(engine: VllmEngine, sampling: Sampling) -> AsyncIterator
     """What happens inside leaves the engine as it was, without a request."""
     before = await ask(engine, sampling)
     yield
-    assert await ask(engine, sampling) == before
+    # In how many parts an answer comes depends on the machine's load.
+    assert replace(await ask(engine, sampling), deltas=before.deltas) == before
     assert engine.llm.get_num_unfinished_requests() == 0

@@ -33,7 +33,8 @@ def scores(path: Path) -> torch.Tensor:
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     head = model.lm_head.weight.float()
     hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0, :-1].float()
-    return (hidden @ head.T).log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    rows: torch.Tensor = (hidden @ head.T).log_softmax(-1)
+    return rows.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
 async def test_a_reloaded_output_layer_answers_with_its_new_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,21 @@ from common.errors import InvalidField
 from rollout_svc.engine import FinishReason
 from rollout_svc.generation.sampling import Sampling
 from rollout_svc.vllm_engine.engine import VllmEngine
-from tests.integration.rollout_engine.asking import LETTERS, ask, late_word, logits_of
-from tests.integration.rollout_engine.tiny import GREEDY, PROMPT, byte_level_tokenizer
+from tests.integration.rollout_engine.asking import (
+    LETTERS,
+    ask,
+    late_word,
+    logits_of,
+    still_answers,
+)
+from tests.integration.rollout_engine.tiny import GREEDY, PROMPT, VOCAB, byte_level_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(180)]
 
 SPELLING = replace(GREEDY, allowed_token_ids=LETTERS)
+END = byte_level_tokenizer().eos_token_id
+MODELS_END = 2
+"""Of the model's own configuration, which is another."""
 
 
 async def test_penalties_are_of_what_was_said_before(
@@ -63,6 +73,53 @@ async def test_a_bias_and_the_allowed_tokens_decide_what_is_sampled(engine: Vllm
     assert set((await ask(engine, replace(SPELLING, logit_bias=against))).token_ids) == {LETTERS[0]}
 
 
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"allowed_token_ids": (5, 6), "stop_token_ids": (5, 6, 7)}, [5, 6]),
+        ({"allowed_token_ids": (END, MODELS_END)}, [END, MODELS_END]),
+        ({"allowed_token_ids": range(9), "stop_token_ids": range(9)}, [0, 1, 2, 3, 4]),
+        ({"allowed_token_ids": LETTERS[:1], "bad_words": ("a",), "min_tokens": 0}, [*LETTERS[:1]]),
+        (
+            {"allowed_token_ids": (5, LETTERS[0]), "bad_words": ("a",), "stop_token_ids": (5,)},
+            [5, LETTERS[0]],
+        ),
+        ({"stop_token_ids": range(VOCAB)}, "every token"),
+    ],
+)
+async def test_parameters_that_leave_no_token_are_refused(
+    engine: VllmEngine, fields: dict[str, Any], found: object
+) -> None:
+    """VLLM gives token 0, with a log-probability that is no number."""
+    field = "allowed_token_ids" if "allowed_token_ids" in fields else "stop_token_ids"
+    async with still_answers(engine, GREEDY):
+        with pytest.raises(InvalidField) as refused:
+            await ask(engine, replace(GREEDY, **{"min_tokens": 2, **fields}))
+    assert str(refused.value) == (
+        f"sampling.{field}: {found}; what ends the answer before min_tokens, or is in bad_words, "
+        "is not sampled, so nothing is left; allow another token"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": (5, 6), "stop_token_ids": (6,), "min_tokens": 24},
+        {"allowed_token_ids": (5,), "stop_token_ids": (6,), "min_tokens": 24},
+        # A bias bans nothing where it is all that there is.
+        {"allowed_token_ids": (5,), "logit_bias": ((5, -100.0),)},
+        {"allowed_token_ids": (5, 6), "logit_bias": ((5, -100.0),), "stop_token_ids": (6,)}
+        | {"min_tokens": 24},
+        {"allowed_token_ids": (5,), "bad_words": ("a", "&&")} | {"max_tokens": 1},
+    ],
+)
+async def test_one_token_that_is_left_is_sampled(
+    engine: VllmEngine, fields: dict[str, Any]
+) -> None:
+    answer = await ask(engine, replace(GREEDY, **fields))
+    assert (set(answer.token_ids), set(answer.logprobs)) == ({5}, {0.0})
+
+
 async def test_bad_words_are_not_said(engine: VllmEngine) -> None:
     spelt = (await ask(engine, SPELLING)).text
     (first, second), _ = Counter(pairwise(spelt)).most_common(1)[0]
@@ -84,8 +141,7 @@ async def test_a_stop_string_is_part_of_the_text_where_that_is_asked(engine: Vll
 
 
 async def test_special_tokens_are_text_where_that_is_asked(engine: VllmEngine) -> None:
-    end = byte_level_tokenizer().eos_token_id
-    sampling = replace(GREEDY, max_tokens=2, logit_bias=((end, 100.0),))
+    sampling = replace(GREEDY, max_tokens=2, logit_bias=((END, 100.0),))
     assert (await ask(engine, sampling)).text == ""
     assert (await ask(engine, replace(sampling, skip_special_tokens=False))).text == "<end><end>"
 

@@ -103,6 +103,32 @@ async def test_a_structure_that_no_allowed_token_fits_is_refused(engine: VllmEng
             await bound(engine, Structure(Kind.REGEX, "[x-z]{4}"), allowed_token_ids=LETTERS)
 
 
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure(Kind.GRAMMAR, "root ::= root"),
+        Structure(Kind.GRAMMAR, 'root ::= root "a"'),
+        Structure(Kind.JSON_SCHEMA, '{"$ref": "#"}'),
+    ],
+)
+async def test_a_structure_without_a_first_token_is_refused(
+    engine: VllmEngine, structure: Structure
+) -> None:
+    """faults.md 23: they compile; the engine finds out at the first token."""
+    async with still_answers(engine, GREEDY):
+        with pytest.raises(InvalidField) as refused:
+            await bound(engine, structure)
+    assert str(refused.value) == (
+        f"sampling.{structure.kind.value}: it does not compile, or no token fits both it and the "
+        "other parameters; see the replica's log"
+    )
+
+
+async def test_a_structure_ends_the_text_before_its_least_length(engine: VllmEngine) -> None:
+    answer = await bound(engine, Structure(Kind.CHOICE, choices=("a",)), min_tokens=6)
+    assert (answer.text, answer.finish_reason) == ("a", FinishReason.STOP)
+
+
 async def test_a_structure_that_compiles_for_long_holds_nobody_up(engine: VllmEngine) -> None:
     """faults.md 23: 60 KiB take a core for seconds, and no step of the others."""
     names = [f"name{number}" for number in range(2300)]

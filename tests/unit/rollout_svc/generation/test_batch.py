@@ -53,6 +53,7 @@ async def test_each_is_answered_as_by_generate_or_refused_by_itself(
     assert malformed.error.message.startswith("sampling.max_tokens: 0; ")
     assert unknown.error.code == grpc.StatusCode.NOT_FOUND.value[0]
     assert unknown.error.message.startswith("adapter: default@latest is not served")
+    assert not unknown.error.HasField("retry_after_seconds")
 
 
 async def test_what_the_replica_has_no_room_for_is_refused_alone(
@@ -65,6 +66,7 @@ async def test_what_the_replica_has_no_room_for_is_refused_alone(
     engine.gate.set()
     came = await running
     assert [came[index][0].error.code for index in range(6)] == [0] * 4 + [8] * 2
+    assert [came[index][0].error.retry_after_seconds for index in (4, 5)] == [1.0, 1.0]
     assert [sampled([m.response for m in came[index]]) for index in range(4)] == [[65, 66, 67]] * 4
 
 

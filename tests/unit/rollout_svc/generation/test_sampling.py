@@ -119,6 +119,8 @@ def test_no_token_is_needed_to_score_a_prompt() -> None:
         ("json_schema", "[" * 100_000),
         ("json_schema", "[1]"),
         ("json_schema", "true"),
+        ("json_schema", '{"not": {}}'),
+        ("json_schema", '{"type": "object"' + " " * 65_536 + "}"),
         ("regex", ""),
         ("regex", "a" * 65_537),
         ("grammar", ""),
@@ -146,6 +148,14 @@ def test_a_bad_bias_is_refused_by_its_token(bias: float) -> None:
 def test_n_is_bounded(n: int, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match=f"^n: {n}"):
         read(n=n, **fields)
+
+
+def test_what_a_schema_says_in_vain_is_named() -> None:
+    with pytest.raises(InvalidField) as refused:
+        read(json_schema='{"type": "array", "items": {"not": {"type": "null"}}}')
+    assert str(refused.value) == (
+        "sampling.json_schema: xgrammar keeps no text to 'not'; leave it out, or say it otherwise"
+    )
 
 
 def test_a_structure_ends_where_it_says() -> None:

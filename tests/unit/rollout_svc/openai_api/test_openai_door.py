@@ -159,6 +159,24 @@ async def test_of_several_runs_the_one_committed_last_has_the_name(
     assert {card["max_model_len"] for card in listed} == {16}
 
 
+@pytest.mark.parametrize("adapter", ["base", "default@3"])
+async def test_an_adapter_whose_name_means_another_is_told_by_its_version(
+    client: httpx.AsyncClient, server: Server, commit: Commits, adapter: str
+) -> None:
+    """faults.md 2: neither in the base's place nor the base in its."""
+    of_default, taken = AdapterRef("run", "default", 3, b"3"), AdapterRef("run", adapter, 1, b"1")
+    await commit(of_default)
+    await commit(taken)
+    names = {"base": None, "default@3": of_default, f"{adapter}@1": taken}
+    for asked, ref in names.items():
+        assert (await ask(client, asked)).json()["model"] == asked
+        admission = server.admissions[-1]
+        assert admission is not None
+        assert admission.admitted.ref == ref
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == ["base", "default", "default@3", f"{adapter}@1"]
+
+
 async def test_a_base_whose_weights_are_not_here_is_neither_listed_nor_asked(
     client: httpx.AsyncClient, registry: AdapterRegistry
 ) -> None:
