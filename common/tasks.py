@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +25,27 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ahead(items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The same, each taken as soon as it is there, however late it is asked for here."""
+    queue = asyncio.Queue[tuple[T] | None]()
+
+    async def take() -> None:
+        try:
+            async with aclosing(items):
+                async for item in items:
+                    queue.put_nowait((item,))
+        finally:
+            queue.put_nowait(None)
+
+    taking = asyncio.ensure_future(take())
+    try:
+        while taken := await queue.get():
+            yield taken[0]
+        await taking
+    finally:
+        await cancel(taking)
 
 
 async def see_through(work: Coroutine[Any, Any, T]) -> T:

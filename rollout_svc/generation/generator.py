@@ -9,19 +9,31 @@ from dataclasses import dataclass, field
 
 from refit.v1 import rollout_pb2
 
+from common.tasks import ahead
 from rollout_svc.engine import Engine, Generation
 from rollout_svc.generation.answers import Answers
 from rollout_svc.generation.prefix import prefix_token_ids
 from rollout_svc.generation.prompts import prompt_token_ids
 from rollout_svc.generation.requests import RunningRequests
 from rollout_svc.generation.responses import Responses
+from rollout_svc.generation.sampling import Sampling
 from rollout_svc.generation.sampling_message import sampling_from_proto
 from rollout_svc.generation.transcript import Part, Transcript
 from rollout_svc.generation.unknown_fields import refuse_unknown_fields
 from rollout_svc.metrics import AnswerTimes, Metrics
 from rollout_svc.versions.live import Admitted
 from rollout_svc.versions.registry import AdapterRegistry
-from rollout_svc.versions.selector import selector_from_proto
+from rollout_svc.versions.selector import Selector, selector_from_proto
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was read; `id` is its own, or one that it was given."""
+
+    request: rollout_pb2.GenerateRequest
+    id: str
+    sampling: Sampling
+    selector: Selector
 
 
 @dataclass(slots=True)
@@ -55,13 +67,13 @@ class Generator:
             return
         # Nothing is awaited up to here: of two equal requests at once the second finds the first.
         times = AnswerTimes(self.metrics)
-        async with self._admitted(request, wait_seconds) as (generation, admitted):
-            responses = Responses(generation.prompt_token_ids)
-            transcript = Transcript(generation.sampling.n)
-            async with aclosing(self.engine.generate(generation)) as deltas:
-                async for made in deltas:
-                    responses.scores = responses.scores or made.prompt
-                    delta, ref = await admitted.attribute(made)
+        sampling, selector = self._read(request)
+        transcript, responses = Transcript(sampling.n), Responses(())
+        asked = Asked(request, request.request_id or uuid.uuid4().hex, sampling, selector)
+        with self.requests.running(asked.id), self.metrics.requests_running.track_inprogress():
+            # A client that does not read keeps no version from being replaced.
+            async with aclosing(ahead(self._made(asked, responses, wait_seconds))) as parts:
+                async for delta, ref in parts:
                     times.add(delta)
                     if request.request_id or request.final_only:
                         transcript.add(delta, ref)
@@ -71,34 +83,52 @@ class Generator:
                     for part in _sent_now(request, transcript, (delta, ref)):
                         yield responses.message(part)
 
+    def _read(self, request: rollout_pb2.GenerateRequest) -> tuple[Sampling, Selector]:
+        refuse_unknown_fields(request)
+        vocab_size = self.engine.capabilities.vocab_size
+        sampling = sampling_from_proto(request.sampling, n=request.n, vocab_size=vocab_size)
+        return sampling, selector_from_proto(request.adapter)
+
+    async def _made(
+        self, asked: Asked, responses: Responses, wait_seconds: float
+    ) -> AsyncGenerator[Part, None]:
+        """What the engine makes, each part with its maker; the version is held until its end."""
+        while True:
+            async with self._admitted(asked, wait_seconds) as (generation, admitted):
+                responses.prompt_token_ids = generation.prompt_token_ids
+                async with aclosing(self.engine.generate(generation)) as deltas:
+                    async for made in deltas:
+                        if not admitted.goes_on():
+                            break
+                        responses.scores = responses.scores or made.prompt
+                        yield await admitted.attribute(made)
+                    else:
+                        return
+
     @asynccontextmanager
     async def _admitted(
-        self, request: rollout_pb2.GenerateRequest, wait_seconds: float
+        self, asked: Asked, wait_seconds: float
     ) -> AsyncIterator[tuple[Generation, Admitted]]:
-        """The request as the engine takes it, its id and its adapter held inside the block."""
-        refuse_unknown_fields(request)
-        capabilities = self.engine.capabilities
-        sampling = sampling_from_proto(
-            request.sampling, n=request.n, vocab_size=capabilities.vocab_size
-        )
-        selector = selector_from_proto(request.adapter)
-        request_id = request.request_id or uuid.uuid4().hex
+        """The request as the engine takes it, its adapter held inside the block."""
+        request = asked.request
         async with AsyncExitStack() as held:
-            held.enter_context(self.requests.running(request_id))
-            held.enter_context(self.metrics.requests_running.track_inprogress())
             async with self.requests.admission():
                 prompt = await prompt_token_ids(request, self.engine)
                 prefix = prefix_token_ids(
-                    request, sampling, prompt_tokens=len(prompt), capabilities=capabilities
+                    request,
+                    asked.sampling,
+                    prompt_tokens=len(prompt),
+                    capabilities=self.engine.capabilities,
                 )
-                admitted = await held.enter_async_context(
-                    self.registry.admit(selector, request_id=request_id, wait_seconds=wait_seconds)
+                admission = self.registry.admit(
+                    asked.selector, request_id=asked.id, wait_seconds=wait_seconds
                 )
+                admitted = await held.enter_async_context(admission)
             yield (
                 Generation(
-                    request_id=request_id,
+                    request_id=asked.id,
                     prompt_token_ids=prompt,
-                    sampling=sampling,
+                    sampling=asked.sampling,
                     adapter=admitted.adapter,
                     cache_salt=admitted.cache_salt,
                     prefix_token_ids=prefix,

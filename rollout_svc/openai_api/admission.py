@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,16 +21,30 @@ class Admission:
         request_id: the engine's, for each of its generations.
         asked: its `model`.
         admitted: who answers.
+        admit: lets it in anew.
     """
 
     request_id: str
     asked: str
     admitted: Admitted
+    admit: Callable[[], Awaitable[Admitted]]
+    first: AdapterRef | None = field(init=False)
+    """Whose name vLLM writes into the answer."""
+
     newest: AdapterRef | None = field(init=False)
     """The newest version that made any of its tokens: another one under swap rule `continue`."""
 
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
     def __post_init__(self) -> None:
-        self.newest = self.admitted.ref
+        self.first = self.newest = self.admitted.ref
+
+    async def again(self) -> None:
+        """Be admitted anew, once for all that it generates."""
+        async with self._changing:
+            if self.admitted.use.anew:
+                self.admitted = await self.admit()
+                self.newest = self.admitted.ref
 
     def was_made_by(self, maker: AdapterRef | None) -> None:
         """Note who made some of its tokens; one choice may be behind another."""
@@ -38,8 +53,8 @@ class Admission:
 
     @property
     def model(self) -> str:
-        """Who answers, by the name that no other version has here."""
-        return model_name(self.admitted.ref)
+        """Who answered first, by the name that no other version has here."""
+        return model_name(self.first)
 
 
 _current: ContextVar[Admission | None] = ContextVar("openai_admission", default=None)

@@ -22,6 +22,7 @@ from rollout_svc.openai_api.admission import Admission, answering
 from rollout_svc.openai_api.errors import NoRoute, error_response
 from rollout_svc.openai_api.models import model_list, selector_of
 from rollout_svc.openai_api.renaming import Renaming
+from rollout_svc.versions.live import Admitted
 from rollout_svc.versions.registry import AdapterRegistry
 
 _WAIT_SECONDS = 60.0
@@ -98,11 +99,16 @@ class Door:
         selector, request_id = selector_of(model), uuid.uuid4().hex
         held.enter_context(self.requests.running(request_id))
         held.enter_context(self.metrics.requests_running.track_inprogress())
-        async with self.requests.admission():
-            admitted = await held.enter_async_context(
-                self.registry.admit(selector, request_id=request_id, wait_seconds=_WAIT_SECONDS)
-            )
-        admission = Admission(request_id, model, admitted)
+        use = await held.enter_async_context(AsyncExitStack())
+
+        async def admit() -> Admitted:
+            await use.aclose()
+            async with self.requests.admission():
+                return await use.enter_async_context(
+                    self.registry.admit(selector, request_id=request_id, wait_seconds=_WAIT_SECONDS)
+                )
+
+        admission = Admission(request_id, model, await admit(), admit)
         held.enter_context(answering(admission))
         return admission
 

@@ -12,6 +12,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from common.errors import RefitError
 from rollout_svc.engine import EngineAdapter, TokenDelta
 from rollout_svc.metrics import AnswerTimes, Metrics
 from rollout_svc.openai_api.admission import Admission, current_admission
@@ -75,20 +76,27 @@ class AdmittedEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         admission = current_admission()
         assert admission is not None, "the door admits whatever generates"
-        watch = _Watch(admission, self._engine, self._metrics, sampling_params)
-        stream = self._llm.generate(
-            _salted(prompt, admission.admitted.cache_salt),
-            sampling_params,
-            admission.request_id,
-            lora_request=lora_request_of(admission.admitted.adapter),
-            **options,
-        )
-        with _retryable():
-            async with aclosing(stream):
-                async for output in stream:
-                    for completion in output.outputs:
-                        await watch.see(completion)
-                    yield output
+        while True:
+            admitted = admission.admitted
+            watch = _Watch(admission, self._engine, self._metrics, sampling_params)
+            stream = self._llm.generate(
+                _salted(prompt, admitted.cache_salt),
+                sampling_params,
+                admission.request_id,
+                lora_request=lora_request_of(admitted.adapter),
+                **options,
+            )
+            with _retryable():
+                async with aclosing(stream):
+                    async for output in stream:
+                        if not admitted.goes_on():
+                            break
+                        for completion in output.outputs:
+                            await watch.see(completion)
+                        yield output
+                    else:
+                        return
+                await admission.again()
 
 
 class _Watch:
@@ -141,6 +149,8 @@ def _retryable() -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise RetryableRequestError(_DEAD) from error
+    except RefitError as error:
+        raise RetryableRequestError(str(error)) from error
 
 
 def _salted(prompt: Any, salt: str) -> Any:

@@ -23,7 +23,7 @@ class Renaming:
     send: Send
 
     async def __call__(self, message: Message) -> None:
-        if self.admission.newest != self.admission.admitted.ref:
+        if self.admission.newest != self.admission.first:
             message = self._renamed(message)
         await self.send(message)
 

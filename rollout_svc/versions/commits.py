@@ -118,7 +118,11 @@ class Commits:
             return
         self.serve(new)
         if swap is Swap.ABORT:
-            await self._end_older(lambda live: live is not None and new.replaces(live))
+            await self.end_replaced(new)
+
+    async def end_replaced(self, new: LiveAdapter) -> None:
+        """Have running requests of versions before it end with the tokens they have."""
+        await self._end_older(lambda live: live is not None and new.replaces(live))
 
     async def _end_older(self, which: Which) -> None:
         try:
@@ -134,6 +138,7 @@ class Commits:
         and requests end there as they began.
         """
         with self.uses.closed():
+            await self._begin_anew(lambda live: live is not None and new.replaces(live))
             ids = self._slots_of_older(new)
             if not ids:
                 self.serve(new)
@@ -156,6 +161,11 @@ class Commits:
             # In one step with the retirement: LATEST always finds a version.
             self.serve(new)
         await self.slots.drop(spare.id)
+
+    async def _begin_anew(self, which: Which) -> None:
+        """Requests that wait in the engine for their turn, or are in their prompt: going on, they
+        would read a prefix that the older weights left, and say that the new ones made it all."""
+        await self.uses.begin_anew(which, wait_seconds=self.wait_seconds)
 
     def _slots_of_older(self, new: LiveAdapter) -> list[int]:
         """Those that running requests of older versions use, and of nobody else."""
@@ -183,6 +193,7 @@ class Commits:
             return not goes_on(live)
 
         with self.uses.closed():
+            await self._begin_anew(goes_on)
             if swap is not Swap.FINISH:
                 await self.uses.end(must_end, wait_seconds=self.wait_seconds)
             await self.uses.wait_for_end(must_end, wait_seconds=self.wait_seconds)

@@ -70,14 +70,36 @@ class LiveAdapter:
         return self is not other and same_source and (same_adapter or not same_run)
 
 
+@dataclass(slots=True, eq=False)
+class Use:
+    """A request's, of a version; None is the base model.
+
+    Once it has `begun`, it has a token. Before that it may be told to come in `anew`.
+    """
+
+    live: LiveAdapter | None
+    begun: bool = False
+    anew: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was let in; None stands for the base model.
+    """A request that was let in.
 
     `adapter` is what the engine is to be given: None for weights of the engine's own.
     """
 
-    live: LiveAdapter | None
+    use: Use
+
+    @property
+    def live(self) -> LiveAdapter | None:
+        return self.use.live
+
+    def goes_on(self) -> bool:
+        """Call with each delta, before it is used; where it does not, the request is to be admitted
+        anew."""
+        self.use.begun |= not self.use.anew
+        return self.use.begun
 
     @property
     def ref(self) -> AdapterRef | None:

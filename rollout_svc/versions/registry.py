@@ -193,7 +193,10 @@ class AdapterRegistry:
                     "another replica"
                 )
             content = Content.whole(ref, twin.content.manifest, twin.content.buffer)
-            self._serve(LiveAdapter(content, twin.loaded, source, merged=twin.merged))
+            alias = LiveAdapter(content, twin.loaded, source, merged=twin.merged)
+            self._serve(alias)
+            if self.rules.swap is Swap.ABORT:
+                await self._commits.end_replaced(alias)
 
     def _serve(self, live: LiveAdapter) -> None:
         self.versions.serve(live)
@@ -235,13 +238,13 @@ class AdapterRegistry:
         self.uses.check_taken()
         live = self._chosen(selector)
         try:
-            with self.uses.using(request_id, live):
+            with self.uses.using(request_id, live) as use:
                 if live is None or live.merged:
-                    yield Admitted(live)
+                    yield Admitted(use)
                     return
                 wait_seconds = min(wait_seconds, self.slot_wait_seconds)
                 async with self.lora_slots.held(live.loaded, wait_seconds=wait_seconds):
-                    yield Admitted(live)
+                    yield Admitted(use)
         finally:
             self._idle.set()
 

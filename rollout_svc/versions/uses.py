@@ -11,7 +11,7 @@ from typing import TypeAlias
 from common.errors import Unavailable
 from common.signal import Signal
 from rollout_svc.engine import EngineDead
-from rollout_svc.versions.live import LiveAdapter
+from rollout_svc.versions.live import LiveAdapter, Use
 
 Which: TypeAlias = Callable[[LiveAdapter | None], bool]
 """Of the version that a request was admitted to; None is the base model."""
@@ -33,7 +33,7 @@ class Uses:
 
     abort: Callable[[str], Awaitable[None]]
     changed: Signal = field(default_factory=Signal)
-    _lives: dict[str, LiveAdapter | None] = field(default_factory=dict)
+    _uses: dict[str, Use] = field(default_factory=dict)
     _closed: int = 0
     _refusals: list[str] = field(default_factory=list)
 
@@ -43,18 +43,18 @@ class Uses:
         return not self._closed
 
     def __len__(self) -> int:
-        return len(self._lives)
+        return len(self._uses)
 
     @contextmanager
-    def using(self, request_id: str, live: LiveAdapter | None) -> Iterator[None]:
+    def using(self, request_id: str, live: LiveAdapter | None) -> Iterator[Use]:
         """Count the request inside the block; its id is no other's."""
-        self._lives[request_id] = live
+        use = self._uses[request_id] = Use(live)
         if live:
             live.pins += 1
         try:
-            yield
+            yield use
         finally:
-            del self._lives[request_id]
+            del self._uses[request_id]
             if live:
                 live.pins -= 1
             self.changed.notify()
@@ -88,13 +88,12 @@ class Uses:
 
     async def wait_for_end(self, which: Which, *, wait_seconds: float) -> None:
         """Return once none of these requests runs; raises `Unavailable` if that takes longer."""
-        if not await self.changed.wait_until(
-            lambda: not self._ids(which), timeout_seconds=wait_seconds
-        ):
-            raise Unavailable(
-                f"slot_wait_seconds: {len(self._ids(which))} requests still ran on the old weights "
-                f"after {wait_seconds:g} s; raise it or shorten the generations"
-            )
+
+        def ids() -> list[str]:
+            return self._ids(lambda use: which(use.live))
+
+        if not await self.changed.wait_until(lambda: not ids(), timeout_seconds=wait_seconds):
+            raise _still_running(ids(), wait_seconds)
 
     async def end(self, which: Which, *, wait_seconds: float) -> None:
         """Have these requests end with the tokens they have, and see them out.
@@ -102,6 +101,20 @@ class Uses:
         Raises:
             Unavailable: they have not ended in time.
         """
+        await self._end(lambda use: which(use.live), wait_seconds)
+
+    async def begin_anew(self, which: Which, *, wait_seconds: float) -> None:
+        """Have those of these requests that have not begun come to the door again, and see them
+        there; it is closed.
+
+        Raises:
+            Unavailable: they did not come in time.
+        """
+        for use in self._uses.values():
+            use.anew = which(use.live) and not use.begun
+        await self._end(lambda use: use.anew, wait_seconds)
+
+    async def _end(self, which: Callable[[Use], bool], wait_seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + wait_seconds
         while ids := self._ids(which):
             for request_id in ids:
@@ -110,10 +123,17 @@ class Uses:
                     await self.abort(request_id)
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                await self.wait_for_end(which, wait_seconds=0)
+                raise _still_running(ids, wait_seconds)
             await self.changed.wait_until(
                 lambda: not self._ids(which), timeout_seconds=min(left, _AGAIN_SECONDS)
             )
 
-    def _ids(self, which: Which) -> list[str]:
-        return [request_id for request_id, live in self._lives.items() if which(live)]
+    def _ids(self, which: Callable[[Use], bool]) -> list[str]:
+        return [request_id for request_id, use in self._uses.items() if which(use)]
+
+
+def _still_running(ids: list[str], wait_seconds: float) -> Unavailable:
+    return Unavailable(
+        f"slot_wait_seconds: {len(ids)} requests still ran on the old weights after "
+        f"{wait_seconds:g} s; raise it or shorten the generations"
+    )

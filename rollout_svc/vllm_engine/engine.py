@@ -224,6 +224,8 @@ class VllmEngine:
         """Raises `EngineDead` once the engine process or a worker is gone."""
         async with translated():
             try:
+                if not self._running.is_whole:
+                    raise EngineDeadError
                 await self.llm.check_health()
             except EngineDeadError as error:
                 # Those that came as it died have not been told.

@@ -10,6 +10,8 @@ _ALWAYS = {
     # Standard output carries the line with the bound port, for whoever started the replica.
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
+    # Outputs that are worked on before other tasks have a turn; a step may have thousands.
+    "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "8",
 }
 _CPU_ONLY = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

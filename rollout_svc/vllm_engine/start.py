@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
 import psutil
@@ -18,6 +18,9 @@ from rollout_svc.engine import EngineDead
 from rollout_svc.vllm_engine.arguments import engine_config
 from rollout_svc.vllm_engine.environment import set_cpu_defaults
 from rollout_svc.vllm_engine.metrics import VllmMetrics
+
+_TITLE = "VLLM::"
+"""How vLLM names its processes."""
 
 _KILL_AGAIN_SECONDS = 0.2
 _WORKER_SECONDS = 10.0
@@ -35,6 +38,16 @@ class RunningLlm:
 
     llm: AsyncLLM
     processes: list[psutil.Process]
+    _ranks: list[psutil.Process] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Beside them there may be some that end when their work is done.
+        self._ranks = [process for process in self.processes if _is_vllm(process)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank lives; vLLM notices that one does not once the others give it up."""
+        return all(map(_lives, self._ranks))
 
     def end(self) -> None:
         """End the processes; blocks until they are gone. Without effect a second time."""
@@ -97,6 +110,20 @@ async def _give_up(starting: asyncio.Future[AsyncLLM], others: Collection[BasePr
 
 def _since(others: Collection[BaseProcess]) -> list[BaseProcess]:
     return [child for child in multiprocessing.active_children() if child not in others]
+
+
+def _is_vllm(process: psutil.Process) -> bool:
+    try:
+        return bool(process.name().startswith(_TITLE))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _tree(child: BaseProcess) -> list[psutil.Process]:

@@ -55,6 +55,7 @@ async def test_running_requests_go_on_and_each_token_says_who_made_it(
             )
             async with aclosing(engine.generate(generation)) as deltas:
                 async for delta in deltas:
+                    assert admitted.goes_on()
                     kept, made_by = await admitted.attribute(delta)
                     counts[kept.index] += len(kept.token_ids)
                     runs[kept.index] += [made_by] * len(kept.token_ids)

@@ -88,6 +88,7 @@ async def ask(
         )
         async with aclosing(registry.engine.generate(generation)) as deltas:
             async for delta in deltas:
+                assert admitted.goes_on()
                 answer.take(*await admitted.attribute(delta))
     return answer
 

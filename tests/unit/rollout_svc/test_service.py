@@ -232,6 +232,7 @@ async def test_cancelling_a_call_ends_it_in_the_engine_and_drops_the_pin(
     tmp_path: Path,
 ) -> None:
     await registry.commit(CONTENT, tmp_path / "adapter", source="trainer")
+    engine.one_step = True
     call = stub.Generate(request(adapter=LATEST, max_tokens=1000, request_id="one"), timeout=5)
     await call.read()
     assert engine.running == {"one"}

@@ -49,17 +49,24 @@ class Request:
     salt: str = ""
 
     async def run(self) -> None:
-        async with (
-            self.registry.admit(self.selector, request_id=self.name, wait_seconds=5) as admitted,
-            aclosing(
-                self.engine.generate(self._generation(admitted.adapter, admitted.cache_salt))
-            ) as deltas,
-        ):
-            self.salt = admitted.cache_salt
-            async for delta in deltas:
-                kept, made_by = await admitted.attribute(delta)
-                self.made_by += [made_by] * len(kept.token_ids)
-                self.reason = kept.finish_reason
+        while True:
+            async with (
+                self.registry.admit(
+                    self.selector, request_id=self.name, wait_seconds=5
+                ) as admitted,
+                aclosing(
+                    self.engine.generate(self._generation(admitted.adapter, admitted.cache_salt))
+                ) as deltas,
+            ):
+                self.salt = admitted.cache_salt
+                async for delta in deltas:
+                    if not admitted.goes_on():
+                        break
+                    kept, made_by = await admitted.attribute(delta)
+                    self.made_by += [made_by] * len(kept.token_ids)
+                    self.reason = kept.finish_reason
+                else:
+                    return
 
     def _generation(self, adapter: object, salt: str) -> Generation:
         return Generation(
@@ -101,6 +108,14 @@ class Stage:
         self._running.push_async_callback(cancel, task)
         self.step()
         await eventually(lambda: len(request.made_by) == 1 and not self.engine.gate.is_set())
+        return request
+
+    async def queue(self, name: str, selector: Selector = LATEST) -> Request:
+        """Give the engine a request that it does not begin."""
+        request = Request(self.registry, self.engine, name, selector)
+        task = asyncio.create_task(request.run())
+        self._running.push_async_callback(cancel, task)
+        await eventually(lambda: name in self.engine.running)
         return request
 
     def step(self) -> None:
@@ -187,6 +202,24 @@ async def test_continue_never_serves_what_was_cached_under_other_weights(
     third = await stage.start("third")
     await stage.run_out(request, second, third)
     assert len({request.salt, second.salt, third.salt}) == 3
+
+
+@pytest.mark.parametrize("merge", [Merge.NEVER, Merge.ROLLOUT])
+async def test_continue_admits_anew_what_the_engine_has_not_begun(
+    stage: Stage, merge: Merge
+) -> None:
+    """faults.md 20: it would find a prefix of the old weights, and name the new ones alone."""
+    await stage.commit(ref(1), merge=merge)
+    running, queued = await stage.start("running"), await stage.queue("queued")
+    of_version = await stage.queue("of_version", Selector(Rule.EXACT, "default", 1))
+    salt = queued.salt
+    assert salt == running.salt == of_version.salt
+    await stage.commit(ref(2), Swap.CONTINUE, merge=merge)
+    await eventually(lambda: queued.salt != salt)
+    await stage.run_out(running, queued)
+    assert running.made_by == [ref(1), *[ref(2)] * (TOKENS - 1)]
+    assert queued.made_by == [ref(2)] * TOKENS
+    assert of_version.made_by == []
 
 
 async def test_requests_that_outlast_many_versions_take_two_slots(stage: Stage) -> None:
