@@ -177,6 +177,7 @@ class Commits:
 
     async def _give_up_slots(self, ids: list[int]) -> None:
         """Nobody knows what is in them now: their requests end, and versions are loaded anew."""
+        self._rename(lambda live: live.loaded.id in ids)
         await self._end_older(lambda live: live is not None and live.loaded.id in ids)
         for slot_id in ids:
             with contextlib.suppress(RefitError):
@@ -223,11 +224,7 @@ class Commits:
         return difference
 
     async def _take_back(self, before: Loaded, going_on: list[LiveAdapter]) -> None:
-        """The weights from before; requests that met the refused ones end.
-
-        What these left in the prefix cache is of no version, so the version before goes on under
-        another name.
-        """
+        """The weights from before; requests that met the refused ones end."""
         try:
             async with self.pause.held():
                 await self.weights.put_back(before)
@@ -235,11 +232,16 @@ class Commits:
         except RefitError as error:
             self.weights.give_up(before, str(error))
         if going_on:
-            for live in [live for live in self.lives if live.merged and not live.retired]:
-                live.retired = True
-                loaded = self._named(live.ref, live.loaded.path)
-                self.lives.append(LiveAdapter(live.content, loaded, live.source, merged=True))
+            self._rename(lambda live: live.merged)
         await self._end_older(lambda live: live in going_on)
+
+    def _rename(self, which: Callable[[LiveAdapter], bool]) -> None:
+        """Have these versions go on under other names: what requests that met a refused one left in
+        the prefix cache is of no version."""
+        for live in [live for live in self.lives if which(live) and not live.retired]:
+            live.retired = True
+            loaded = self._named(live.ref, live.loaded.path)
+            self.lives.append(LiveAdapter(live.content, loaded, live.source, merged=live.merged))
 
     async def _mark(self) -> int:
         mark = next(self._marks)

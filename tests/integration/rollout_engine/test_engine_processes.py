@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.vllm_engine.arguments import engine_config
+from rollout_svc.vllm_engine.start import RunningLlm
 
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -26,3 +31,19 @@ def test_one_rank_whose_threads_nobody_binds_computes_in_the_engine_core(
     engine = config.engine | {"tensor_parallel_size": ranks}
     made = engine_config(config.model_copy(update={"engine": engine}))
     assert made.parallel_config.distributed_executor_backend == executor
+
+
+@pytest.mark.parametrize(("title", "is_rank"), [("VLLM::Worker_TP1", True), ("tracker", False)])
+def test_a_rank_that_was_killed_is_missed_at_once(title: str, is_rank: bool) -> None:
+    """VLLM says so once the other ranks have waited for it in vain."""
+    prctl = f"import ctypes; ctypes.CDLL(None).prctl(15, {title.encode()!r})"
+    code = f"{prctl}; print(flush=True); input()"
+    arguments = [sys.executable, "-c", code]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        running = RunningLlm(None, [psutil.Process(process.pid)])  # type: ignore[arg-type]
+        assert running.is_whole
+        process.kill()
+        process.wait()
+        assert running.is_whole != is_rank

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
 from common.signal import Signal
-from common.tasks import first_of, gather_or_cancel
+from common.tasks import ahead, first_of, gather_or_cancel
 
 
 async def test_the_first_error_ends_the_rest_and_comes_as_it_is() -> None:
@@ -45,6 +47,37 @@ async def test_first_of_leaves_the_task_running_when_the_event_comes() -> None:
     assert await first_of(event, task) is False
     assert not task.done()
     task.cancel()
+
+
+async def test_ahead_takes_what_is_not_asked_for_and_raises_what_comes_after_it() -> None:
+    async def items() -> AsyncGenerator[int, None]:
+        yield 1
+        yield 2
+        taken.set()
+        raise LookupError("x")
+
+    taken, found = asyncio.Event(), list[int]()
+    async with aclosing(ahead(items())) as read:
+        found.append(await anext(read))
+        await asyncio.wait_for(taken.wait(), 1)
+        with pytest.raises(LookupError):
+            async for item in read:
+                found.append(item)
+    assert found == [1, 2]
+
+
+async def test_ahead_ends_what_it_reads_when_it_is_closed() -> None:
+    async def items() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    ended = asyncio.Event()
+    async with aclosing(ahead(items())) as read:
+        assert await anext(read) == 1
+    assert ended.is_set()
 
 
 async def test_a_signal_wakes_until_the_predicate_holds_or_time_is_up() -> None:

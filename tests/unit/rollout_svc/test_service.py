@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
@@ -11,6 +12,7 @@ from refit.v1 import rollout_pb2, rollout_pb2_grpc, version_pb2, version_pb2_grp
 
 from common.stream.content import Content
 from common.wire import ref_to_proto
+from rollout_svc.service import RolloutServicer
 from rollout_svc.versions.registry import AdapterRegistry
 from tests.adapters import make_adapter, make_ref
 from tests.eventually import eventually
@@ -238,6 +240,19 @@ async def test_cancelling_a_call_ends_it_in_the_engine_and_drops_the_pin(
     assert engine.running == {"one"}
     call.cancel()
     await eventually(lambda: not engine.running and not registry.versions.all[0].pins)
+
+
+async def test_a_client_that_does_not_read_keeps_no_version_from_ending(
+    servicer: RolloutServicer, registry: AdapterRegistry, engine: FakeEngine, tmp_path: Path
+) -> None:
+    """Or updates would wait for it."""
+    await registry.commit(CONTENT, tmp_path / "adapter", source="trainer")
+    asked = request(adapter=LATEST, max_tokens=1000)
+    async with aclosing(servicer.generator.answer(asked, wait_seconds=5)) as messages:
+        await anext(messages)
+        await eventually(lambda: not registry.versions.all[0].pins)
+        assert not engine.running
+        assert len([message async for message in messages]) == 999
 
 
 async def test_a_pause_ends_with_its_lease(

@@ -204,11 +204,23 @@ async def test_continue_never_serves_what_was_cached_under_other_weights(
     assert len({request.salt, second.salt, third.salt}) == 3
 
 
+async def test_abort_ends_requests_also_where_the_new_versions_bytes_are_here(
+    stage: Stage,
+) -> None:
+    stage.registry.rules = Rules(Swap.ABORT, Merge.NEVER)
+    await stage.commit(ref(1))
+    await stage.commit(ref(2))
+    request = await stage.start("long")
+    await stage.registry.alias(replace(ref(1), version=3), source="trainer")
+    assert request.made_by == [ref(2)]
+    assert request.reason is FinishReason.ABORT
+
+
 @pytest.mark.parametrize("merge", [Merge.NEVER, Merge.ROLLOUT])
 async def test_continue_admits_anew_what_the_engine_has_not_begun(
     stage: Stage, merge: Merge
 ) -> None:
-    """faults.md 20: it would find a prefix of the old weights, and name the new ones alone."""
+    """faults.md 19, vllm#42125: it would read the old weights' prefix, and name the new alone."""
     await stage.commit(ref(1), merge=merge)
     running, queued = await stage.start("running"), await stage.queue("queued")
     of_version = await stage.queue("of_version", Selector(Rule.EXACT, "default", 1))
@@ -272,6 +284,7 @@ async def test_a_slot_that_took_no_new_bytes_gives_its_version_up_to_be_loaded_a
     again = await stage.start("again")
     await stage.run_out(again)
     assert again.made_by == [ref(1)] * TOKENS
+    assert again.salt != request.salt
 
 
 async def test_tokens_of_merged_weights_that_a_canary_refuses_are_cut_off(stage: Stage) -> None:
