@@ -21,9 +21,9 @@ _CPU_ONLY = {
     # With LoRA vLLM compiles no model on a CPU, only sampling helpers: half a minute of C++ at the
     # first requests, for nothing that shows.
     "TORCH_COMPILE_DISABLE": "1",
-    # Idle OpenMP threads spin for half a millisecond, from one small product to the next, and
+    # Idle OpenMP threads spin for microseconds, from one small product to the next, and
     # then sleep, instead of spinning beside whatever else runs here.
-    "GOMP_SPINCOUNT": "10000",
+    "GOMP_SPINCOUNT": "1000",
 }
 
 
