@@ -32,10 +32,7 @@ class VllmAnswer:
         self._sampling = generation.sampling
         self._marks = marks
         self._text: ContinuedText | None = None
-        sampling = generation.sampling
-        # Beside text vLLM would make that of every likely token as well, which nobody gets.
-        has_likeliest = bool(sampling.top_logprobs or sampling.prompt_logprobs)
-        if tokenizer is not None and (generation.prefix_token_ids or has_likeliest):
+        if tokenizer is not None and generation.prefix_token_ids:
             self._text = ContinuedText.of(generation, tokenizer)
         self._prompt_is_scored = False
         self.vllm_makes_text = tokenizer is not None and self._text is None

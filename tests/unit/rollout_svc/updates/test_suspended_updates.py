@@ -169,7 +169,8 @@ async def test_hundreds_of_versions_level_off(
         await eventually(lambda: len(registry.versions.all) <= 2)
         if version in (100, 300):
             figures.append((*_figures(staging), len(engine.loaded)))
-    assert figures[0] == figures[1]
+    # Fewer files may be open: those of earlier tests close when they like.
+    assert all(late <= early for early, late in zip(*figures, strict=True)), figures
     directories, mappings, _, _, slots = figures[0]
     assert (directories, mappings, slots) == (2, 2, 2)
 
