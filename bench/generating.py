@@ -13,13 +13,12 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_svc.engine import EngineAdapter, Generation
 from rollout_svc.generation.sampling import Sampling
-from rollout_svc.vllm_engine.engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine, lora_request_of
 
 Ids = tuple[int, ...]
 
@@ -67,7 +66,7 @@ class PlainVllm:
 
         The log-probabilities of sampled tokens come with them, as they do from ours.
         """
-        lora = LoRARequest(adapter.name, adapter.id, str(adapter.path)) if self._slots else None
+        lora = lora_request_of(adapter if self._slots else None)
         params = SamplingParams(
             n=load.n,
             max_tokens=load.length,

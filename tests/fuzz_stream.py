@@ -102,7 +102,7 @@ class Replica:
 
     async def _settled(self) -> None:
         registry = self.registry
-        assert await registry._changed.wait_until(
+        assert await registry.uses.changed.wait_until(
             lambda: not any(live.retired for live in registry.versions.all),
             timeout_seconds=SECONDS_A_STREAM,
         )

@@ -13,11 +13,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from common.errors import RefitError
-from rollout_svc.engine import EngineAdapter, TokenDelta
+from rollout_svc.engine import TokenDelta
 from rollout_svc.metrics import AnswerTimes, Metrics
 from rollout_svc.openai_api.admission import Admission, current_admission
 from rollout_svc.openai_api.structures import check_structure
-from rollout_svc.vllm_engine.engine import VllmEngine
+from rollout_svc.vllm_engine.engine import VllmEngine, lora_request_of
 from rollout_svc.vllm_engine.marks import WeightMarks
 from rollout_svc.vllm_engine.params import NO_TOKEN_FITS, check_tokens_left
 
@@ -134,13 +134,6 @@ class _Watch:
                     "the version that went on with this request was refused; send it again"
                 )
             self._admission.was_made_by(maker)
-
-
-def lora_request_of(adapter: EngineAdapter | None) -> LoRARequest | None:
-    """None where the engine's own weights answer."""
-    if adapter is None:
-        return None
-    return LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
 
 @contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from refit.v1 import adapter_pb2, version_pb2
@@ -23,17 +22,14 @@ from common.errors import (
 )
 from common.stream.frames import AnyChunk, Chunk, Message
 from common.wire import ManifestReader, ref_from_proto, ref_to_proto
-from rollout_svc.engine import Mismatch
 from rollout_svc.metrics import Metrics
 from rollout_svc.updates.limits import Limits
+from rollout_svc.updates.outcomes import Outcomes, Report
 from rollout_svc.updates.receiver import Staged, Update, open_update
 from rollout_svc.updates.relay import Relay
-from rollout_svc.versions.binding import Unbound
 from rollout_svc.versions.registry import AdapterRegistry
 
 log = logging.getLogger(__name__)
-
-Report = Callable[[adapter_pb2.ReportAdapterRequest], Awaitable[None]]
 
 _KEEP_HALF_SECONDS = 600.0
 """How long a half-received update takes up space while nothing of it comes."""
@@ -41,7 +37,6 @@ _KEEP_HALF_SECONDS = 600.0
 _MAX_TABLE_BYTES = 64 << 20
 """A table of the longest kind takes less; it is held in memory before it can be checked whole."""
 
-_TOLD_MISMATCHES = 100
 _ENVELOPE_BYTES = 32
 """What a chunk's other fields and its framing take, near enough."""
 
@@ -62,13 +57,17 @@ class UpdateApplier:
     limits: Limits
     staging: Path
     metrics: Metrics
-    report: Report
+    report: InitVar[Report]
+    outcomes: Outcomes = field(init=False)
     _reader: ManifestReader | None = None
     _update: Update | None = None
     _suspended: Update | None = None
     _skipping: bool = False
     _wire_bytes: int = 0
     _directories: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self, report: Report) -> None:
+        self.outcomes = Outcomes(self.source, self.registry, self.metrics, report)
 
     async def apply(self, event: Message) -> None:
         """Take the next event.
@@ -238,7 +237,7 @@ class UpdateApplier:
         for part, seconds in parts.items():
             self.metrics.update_seconds.labels(part).observe(seconds)
         log.info("committed %s in %.3f s", staged.content.ref, sum(parts.values()))
-        await self._tell_committed(
+        await self.outcomes.committed(
             adapter_pb2.ReportAdapterRequest(
                 ref=ref_to_proto(staged.content.ref),
                 timings=adapter_pb2.UpdateTimings(
@@ -257,16 +256,10 @@ class UpdateApplier:
         except NotHeld:
             raise
         except RefitError as error:
-            await self._tell_refused(alias.ref, error, adapter_pb2.UPDATE_STAGE_LOAD)
+            await self.outcomes.refused(alias.ref, error, adapter_pb2.UPDATE_STAGE_LOAD)
             return
         log.info("committed %s, whose bytes were here", ref)
-        await self._tell_committed(adapter_pb2.ReportAdapterRequest(ref=alias.ref))
-
-    async def _tell_committed(self, report: adapter_pb2.ReportAdapterRequest) -> None:
-        self.metrics.updates.labels("committed").inc()
-        self.metrics.adapters_live.set(len(self.registry.listing()))
-        report.outcome = adapter_pb2.OUTCOME_COMMITTED
-        await self._tell(report)
+        await self.outcomes.committed(adapter_pb2.ReportAdapterRequest(ref=alias.ref))
 
     async def _give_up(
         self, update: Update, error: RefitError, stage: adapter_pb2.UpdateStage
@@ -288,36 +281,7 @@ class UpdateApplier:
         self._reader = None
         if stage != adapter_pb2.UPDATE_STAGE_WIRE:
             self.relay.send_away(ref.digest, str(error))
-        await self._tell_refused(ref, error, stage)
-
-    async def _tell_refused(
-        self, ref: version_pb2.AdapterRef, error: RefitError, stage: adapter_pb2.UpdateStage
-    ) -> None:
-        self.metrics.refused(error, stage)
-        log.error("refused %s@%d: %s", ref.adapter, ref.version, error)
-        mismatches = error.mismatches if isinstance(error, Unbound) else ()
-        await self._tell(
-            adapter_pb2.ReportAdapterRequest(
-                ref=ref,
-                outcome=adapter_pb2.OUTCOME_REFUSED,
-                reason=str(error),
-                stage=stage,
-                mismatches=map(_mismatch_to_proto, mismatches[:_TOLD_MISMATCHES]),
-            )
-        )
-
-    async def _tell(self, report: adapter_pb2.ReportAdapterRequest) -> None:
-        held = self.registry.listing(source=self.source)
-        report.held.extend(map(ref_to_proto, held))
-        await self.report(report)
-
-
-def _mismatch_to_proto(mismatch: Mismatch) -> adapter_pb2.TensorMismatch:
-    return adapter_pb2.TensorMismatch(
-        tensor=mismatch.tensor,
-        reason=f"MISMATCH_REASON_{mismatch.reason.name}",
-        detail=mismatch.detail,
-    )
+        await self.outcomes.refused(ref, error, stage)
 
 
 def _opening_stage(error: RefitError) -> adapter_pb2.UpdateStage:

@@ -72,9 +72,9 @@ class LiveAdapter:
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """A request's, of a version; None is the base model.
+    """What one request holds: a version, or with None the base model.
 
-    Once it has `begun`, it has a token. Before that it may be told to come in `anew`.
+    Once tokens of it are known, it has `begun`; before that, a swap may want it admitted `anew`.
     """
 
     live: LiveAdapter | None

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from common.adapter import AdapterRef, Kind
 from common.errors import (
-    AdapterNotFound,
     Incompatible,
     NotHeld,
     Unavailable,
-    WaitExpired,
 )
 from common.model_dir import BaseModel
 from common.rules import Merge, Rules, Swap
-from common.signal import Signal
 from common.stream.content import Content
 from rollout_svc.engine import Engine
 from rollout_svc.life.pauses import EnginePause
+from rollout_svc.versions.admissions import Admissions
 from rollout_svc.versions.commits import Commits, Committed
 from rollout_svc.versions.live import Admitted, LiveAdapter
 from rollout_svc.versions.live_versions import LiveVersions
 from rollout_svc.versions.pristine import PristineBase
 from rollout_svc.versions.retention import Retention
-from rollout_svc.versions.selector import Rule, Selector
+from rollout_svc.versions.selector import Selector
 from rollout_svc.versions.slots import Slots
-from rollout_svc.versions.uses import Uses
+from rollout_svc.versions.uses import Uses, everybody
 from rollout_svc.versions.weights import EngineWeights
 
 
@@ -68,8 +66,8 @@ class AdapterRegistry:
     lora_slots: Slots = field(init=False)
     uses: Uses = field(init=False)
     versions: LiveVersions = field(init=False)
+    _admissions: Admissions = field(init=False)
     _commits: Commits = field(init=False)
-    _changed: Signal = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -83,10 +81,17 @@ class AdapterRegistry:
     ) -> None:
         engine = self.engine
         self.uses = Uses(engine.abort)
-        self._changed = self.uses.changed
         self.weights = EngineWeights(engine, base, pristine, missing=pristine.missing)
-        self.lora_slots = Slots(engine, slots, self._changed)
+        self.lora_slots = Slots(engine, slots, self.uses.changed)
         self.versions = LiveVersions(Retention(slots=slots, keep_versions=keep_versions))
+        self._admissions = Admissions(
+            versions=self.versions,
+            uses=self.uses,
+            slots=self.lora_slots,
+            weights=self.weights,
+            slot_wait_seconds=self.slot_wait_seconds,
+            left=self._idle.set,
+        )
         self._commits = Commits(
             engine=engine,
             lives=self.versions.all,
@@ -213,55 +218,11 @@ class AdapterRegistry:
         self.versions.retire(ref, source=source)
         self._notify()
 
-    @asynccontextmanager
-    async def admit(
+    def admit(
         self, selector: Selector, *, request_id: str, wait_seconds: float
-    ) -> AsyncIterator[Admitted]:
-        """Choose the version and keep it loaded inside the block.
-
-        Args:
-            request_id: as the engine will know it; no other running request's.
-
-        Raises:
-            AdapterNotFound: no such adapter, or not that version.
-            Incompatible: the base is asked for, and its weights are not here.
-            WaitExpired: AT_LEAST did not see its version within `wait_seconds`, or the weights
-                were being replaced for so long.
-            QueueFull: running requests had all slots for so long, or for `slot_wait_seconds`.
-            Unavailable: the engine is being started anew, or sleeps.
-        """
-        await self._wait(
-            lambda: self.uses.refuses or (self._is_open() and self._has_arrived(selector)),
-            wait_seconds,
-            lambda: WaitExpired(f"adapter: {selector} did not arrive; {self._what_is_here()}"),
-        )
-        self.uses.check_taken()
-        live = self._chosen(selector)
-        try:
-            with self.uses.using(request_id, live) as use:
-                if live is None or live.merged:
-                    yield Admitted(use)
-                    return
-                wait_seconds = min(wait_seconds, self.slot_wait_seconds)
-                async with self.lora_slots.held(live.loaded, wait_seconds=wait_seconds):
-                    yield Admitted(use)
-        finally:
-            self._idle.set()
-
-    def _is_open(self) -> bool:
-        return self.uses.open and not self.weights.broken
-
-    def _chosen(self, selector: Selector) -> LiveAdapter | None:
-        if selector.rule is Rule.BASE:
-            self.weights.check_base()
-            return None
-        live = self.versions.find(selector)
-        if live is None:
-            raise AdapterNotFound(f"adapter: {selector} is not served; {self._what_is_here()}")
-        return live
-
-    def _has_arrived(self, selector: Selector) -> bool:
-        return selector.rule is not Rule.AT_LEAST or self.versions.find(selector) is not None
+    ) -> AbstractAsyncContextManager[Admitted]:
+        """See `Admissions.admit`."""
+        return self._admissions.admit(selector, request_id=request_id, wait_seconds=wait_seconds)
 
     async def run(self) -> None:
         """Unload retired versions as their last pins go; until cancelled."""
@@ -279,7 +240,7 @@ class AdapterRegistry:
             if all(other.loaded.path != live.loaded.path for other in others):
                 await asyncio.to_thread(_remove, live.loaded.path)
             self.versions.all.remove(live)
-            self._changed.notify()
+            self.uses.changed.notify()
 
     @asynccontextmanager
     async def stopped(
@@ -297,13 +258,14 @@ class AdapterRegistry:
         Raises:
             Unavailable: they did not even then.
         """
+
         with self.uses.closed(because=because):
             async with self._commit_lock:
                 try:
-                    await self.uses.wait_for_end(_anybody, wait_seconds=grace_seconds)
+                    await self.uses.wait_for_end(everybody, wait_seconds=grace_seconds)
                 except Unavailable:
                     if not is_dead:
-                        await self.uses.end(_anybody, wait_seconds=self.slot_wait_seconds)
+                        await self.uses.end(everybody, wait_seconds=self.slot_wait_seconds)
                 yield
 
     async def reload(self) -> None:
@@ -322,22 +284,9 @@ class AdapterRegistry:
             async with self.lora_slots.held(live.loaded, wait_seconds=self.slot_wait_seconds):
                 pass
 
-    async def _wait(
-        self, ready: Callable[[], bool], seconds: float, expired: Callable[[], Exception]
-    ) -> None:
-        if not await self._changed.wait_until(ready, timeout_seconds=seconds):
-            raise expired()
-
     def _notify(self) -> None:
         self._idle.set()
-        self._changed.notify()
-
-    def _what_is_here(self) -> str:
-        return "served here: " + (", ".join(map(str, self.listing())) or "nothing but the base")
-
-
-def _anybody(_live: LiveAdapter | None) -> bool:
-    return True
+        self.uses.changed.notify()
 
 
 def _may_replace(ref: AdapterRef, source: str, live: LiveAdapter) -> bool:

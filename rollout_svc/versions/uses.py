@@ -20,6 +20,10 @@ _AGAIN_SECONDS = 0.2
 """An engine heeds no abort of a request that it has not begun: it is told again."""
 
 
+def everybody(_live: LiveAdapter | None) -> bool:
+    return True
+
+
 @dataclass(slots=True)
 class Uses:
     """Who uses what.

@@ -195,7 +195,7 @@ class VllmEngine:
                     tokens_input(sequence, cache_salt=generation.cache_salt),
                     params,
                     generation.request_id,
-                    lora_request=_lora_request(generation.adapter),
+                    lora_request=lora_request_of(generation.adapter),
                 )
                 async with aclosing(stream):
                     async for output in stream:
@@ -213,7 +213,7 @@ class VllmEngine:
             tokens_input(list(token_ids), cache_salt=request_id),
             _SCORE_PARAMS,
             request_id,
-            lora_request=_lora_request(adapter),
+            lora_request=lora_request_of(adapter),
         )
         async with translated(), aclosing(stream):
             async for output in stream:
@@ -269,7 +269,8 @@ def _capabilities(
     )
 
 
-def _lora_request(adapter: EngineAdapter | None) -> LoRARequest | None:
+def lora_request_of(adapter: EngineAdapter | None) -> LoRARequest | None:
+    """None where the engine's own weights answer."""
     if adapter is None:
         return None
     return LoRARequest(adapter.name, adapter.id, str(adapter.path))

@@ -195,7 +195,7 @@ def follow(registry: AdapterRegistry, applier: UpdateApplier) -> Follow:
                 ),
                 open_channel=connect,
             )
-            applier.report = subscriber.report
+            applier.outcomes.report = subscriber.report
             running = asyncio.create_task(subscriber.run(applier))
             yield subscriber
             await cancel(running)
