@@ -14,6 +14,7 @@ from common.model_dir import base_model
 from rollout_svc.config import RolloutConfig
 from rollout_svc.versions.registry import AdapterRegistry
 from rollout_svc.vllm_engine.engine import VllmEngine
+from tests.integration.rollout_engine.openai_client import Endpoint, serving
 from tests.integration.rollout_engine.tiny import RANK, AdapterMaker, registry_of, write_model
 
 
@@ -62,3 +63,11 @@ def reference(model_dir: Path) -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.eval()
     return model
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def endpoint(
+    config: RolloutConfig, engine: VllmEngine, registry: AdapterRegistry
+) -> AsyncIterator[Endpoint]:
+    async with serving(config, engine, registry) as endpoint:
+        yield endpoint
